@@ -1,0 +1,696 @@
+// Package rpc carries requests, answers and notifications between the processes of
+// one user over a Unix stream socket: one JSON object per line, with file
+// descriptors as ancillary data where a message says so.
+//
+// It owns framing, request ids, cancellation, the error shape and the check of the
+// peer's user id. It does not know any method: handlers do.
+//
+// Both sides may call each other over one connection. Requests are handled
+// concurrently; a notification is handled before the next frame is read, so
+// notifications keep their order. When the connection ends, the context of every
+// handler still running for it is cancelled and every pending Call fails with
+// ErrClosed.
+//
+// Frames (docs/PROTOCOL.md, "Framing"):
+//
+//	{"id":1,"method":"execute","params":{…}}   request
+//	{"id":1,"result":…}                        answer
+//	{"id":1,"error":{"code":…,"message":…}}    answer: refused or failed
+//	{"method":"unit","params":{…}}             notification
+//	{"cancel":1}                               the caller no longer waits for 1
+//
+// A frame that carries n descriptors has "fds":n and the descriptors ride on its
+// bytes (SCM_RIGHTS); they are taken off in the order in which frames name them.
+package rpc
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"runtime"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// MaxFrame bounds one line, in both directions.
+const MaxFrame = 32 << 20
+
+// maxFDs bounds the descriptors of one frame; the kernel's own limit is 253 (SCM_MAX_FD).
+const maxFDs = 64
+
+// ErrClosed is wrapped by the error of a Call whose connection ended before the
+// answer came: whether the request was carried out is unknown.
+var ErrClosed = errors.New("connection closed")
+
+// Error is a refusal or failure as it travels. Code is for programs, Message is a
+// full sentence for people and models, Hint is the next command to type or step to take.
+type Error struct {
+	Code      string         `json:"code"`
+	Message   string         `json:"message"`
+	Operation string         `json:"operation,omitempty"`
+	Hint      string         `json:"hint,omitempty"`
+	Details   map[string]any `json:"details,omitempty"`
+}
+
+// Codes that more than one service uses.
+const (
+	CodeInvalidRequest = "invalid_request" // the arguments are wrong; sending them again cannot help
+	CodeNotFound       = "not_found"
+	CodeConflict       = "conflict"    // the state of things forbids it now
+	CodeUnavailable    = "unavailable" // not now, but later
+	CodeInternal       = "internal"
+	CodeTooLarge       = "too_large"
+	CodePermission     = "permission_denied"
+)
+
+func (e *Error) Error() string {
+	if e.Hint != "" {
+		return e.Message + " (" + e.Hint + ")"
+	}
+	return e.Message
+}
+
+// Errorf makes an Error.
+func Errorf(code, format string, args ...any) *Error {
+	return &Error{Code: code, Message: fmt.Sprintf(format, args...)}
+}
+
+// WithHint returns the error with a next step.
+func (e *Error) WithHint(format string, args ...any) *Error {
+	c := *e
+	c.Hint = fmt.Sprintf(format, args...)
+	return &c
+}
+
+// AsError turns any error into one that can travel; an *Error in its chain is kept whole.
+func AsError(err error) *Error {
+	var e *Error
+	if errors.As(err, &e) {
+		return e
+	}
+	return &Error{Code: CodeInternal, Message: err.Error()}
+}
+
+// CodeOf is the code of the *Error in err's chain, or "".
+func CodeOf(err error) string {
+	var e *Error
+	if errors.As(err, &e) {
+		return e.Code
+	}
+	return ""
+}
+
+// Request is one incoming request or notification. Files belong to the handler,
+// which must close them.
+type Request struct {
+	Method       string
+	Params       json.RawMessage
+	Files        []*os.File
+	Conn         *Conn
+	Notification bool
+}
+
+// Bind decodes the parameters into v and refuses unknown fields, so that a
+// misspelt one is an error and not a silent default.
+func (r *Request) Bind(v any) error {
+	if len(r.Params) == 0 || bytes.Equal(r.Params, []byte("null")) {
+		return nil
+	}
+	d := json.NewDecoder(bytes.NewReader(r.Params))
+	d.DisallowUnknownFields()
+	if err := d.Decode(v); err != nil {
+		return Errorf(CodeInvalidRequest, "%s: bad parameters: %v", r.Method, err)
+	}
+	return nil
+}
+
+// CloseFiles closes the descriptors that came with the request.
+func (r *Request) CloseFiles() {
+	for _, f := range r.Files {
+		f.Close()
+	}
+	r.Files = nil
+}
+
+// Reply is what a handler returns when its answer carries descriptors. The
+// connection closes them after they are sent.
+type Reply struct {
+	Value any
+	Files []*os.File
+}
+
+// Handler answers requests. The context ends when the caller cancels or the
+// connection closes. Returning a Reply or a *Reply sends descriptors too.
+type Handler interface {
+	Handle(ctx context.Context, r *Request) (any, error)
+}
+
+// HandlerFunc is a function as Handler.
+type HandlerFunc func(ctx context.Context, r *Request) (any, error)
+
+// Handle calls f.
+func (f HandlerFunc) Handle(ctx context.Context, r *Request) (any, error) { return f(ctx, r) }
+
+type frame struct {
+	ID     uint64          `json:"id,omitempty"`
+	Method string          `json:"method,omitempty"`
+	Params json.RawMessage `json:"params,omitempty"`
+	Result json.RawMessage `json:"result,omitempty"`
+	Error  *Error          `json:"error,omitempty"`
+	Cancel uint64          `json:"cancel,omitempty"`
+	FDs    int             `json:"fds,omitempty"`
+}
+
+type answer struct {
+	result json.RawMessage
+	files  []*os.File
+	err    error
+}
+
+// Peer is who is at the other end, as the kernel saw it when it connected.
+type Peer struct {
+	UID, GID int
+	PID      int // 0: in a pid namespace that cannot be seen from here
+	fd       *os.File
+}
+
+// PIDFD is a descriptor that becomes readable when the peer process ends, also
+// across pid namespaces (SO_PEERPIDFD, Linux 6.5), or nil where the kernel has none.
+// It belongs to the connection.
+func (p Peer) PIDFD() *os.File { return p.fd }
+
+// Conn is one connection. It owns the socket and its reader goroutine; Close, a
+// broken peer or a malformed frame ends both.
+type Conn struct {
+	sock    *net.UnixConn
+	handler Handler
+	peer    Peer
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+	done    chan struct{} // closed when the reader has returned and all handlers were told
+	wg      sync.WaitGroup
+
+	lateHandler Handler // set by Server before any request is handled
+
+	wmu sync.Mutex // guards writes
+
+	mu       sync.Mutex // guards the fields below
+	nextID   uint64
+	pending  map[uint64]chan answer
+	running  map[uint64]context.CancelFunc
+	closeErr error
+}
+
+// NewConn takes over sock and starts reading. A nil handler refuses every request.
+func NewConn(sock *net.UnixConn, handler Handler) *Conn {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	c := &Conn{
+		sock: sock, handler: handler, ctx: ctx, cancel: cancel,
+		done:    make(chan struct{}),
+		pending: map[uint64]chan answer{},
+		running: map[uint64]context.CancelFunc{},
+		peer:    peerOf(sock),
+	}
+	go c.read()
+	return c
+}
+
+// Dial connects to the socket at path. The deadline of ctx covers the connect only.
+func Dial(ctx context.Context, path string, handler Handler) (*Conn, error) {
+	var d net.Dialer
+	s, err := d.DialContext(ctx, "unix", path)
+	if err != nil {
+		return nil, err
+	}
+	return NewConn(s.(*net.UnixConn), handler), nil
+}
+
+func peerOf(sock *net.UnixConn) Peer {
+	p := Peer{UID: -1, GID: -1}
+	raw, err := sock.SyscallConn()
+	if err != nil {
+		return p
+	}
+	_ = raw.Control(func(fd uintptr) {
+		if u, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
+			p.UID, p.GID, p.PID = int(u.Uid), int(u.Gid), int(u.Pid)
+		}
+		if pfd, err := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PEERPIDFD); err == nil {
+			unix.CloseOnExec(pfd)
+			p.fd = os.NewFile(uintptr(pfd), "peer-pidfd")
+		}
+	})
+	return p
+}
+
+// Peer says who is at the other end.
+func (c *Conn) Peer() Peer { return c.peer }
+
+// Done is closed when the connection has ended.
+func (c *Conn) Done() <-chan struct{} { return c.done }
+
+// Context ends with the connection.
+func (c *Conn) Context() context.Context { return c.ctx }
+
+// Err says why the connection ended: nil while it is open, io.EOF when the peer closed it.
+func (c *Conn) Err() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.closeErr
+}
+
+// Close ends the connection and waits until its handlers have returned. It must not
+// be called from a handler of the same connection (use CloseAsync).
+func (c *Conn) Close() error {
+	c.CloseAsync()
+	<-c.done
+	c.wg.Wait()
+	return nil
+}
+
+// CloseAsync ends the connection without waiting.
+func (c *Conn) CloseAsync() {
+	c.fail(ErrClosed)
+	c.sock.Close()
+}
+
+func (c *Conn) fail(err error) {
+	c.mu.Lock()
+	if c.closeErr == nil {
+		c.closeErr = err
+	}
+	c.mu.Unlock()
+	c.cancel(err)
+}
+
+// Call sends a request and waits for its answer, which is decoded into result
+// (nil: ignored). When ctx ends first the peer is told and ctx's error is returned;
+// the request may still have been carried out. Errors of the peer are *Error.
+func (c *Conn) Call(ctx context.Context, method string, params, result any) error {
+	files, err := c.CallFiles(ctx, method, params, nil, result)
+	for _, f := range files {
+		f.Close()
+	}
+	return err
+}
+
+// CallFiles is Call with descriptors both ways. The files sent stay the caller's;
+// those returned are the caller's to close.
+func (c *Conn) CallFiles(ctx context.Context, method string, params any, send []*os.File, result any) ([]*os.File, error) {
+	raw, err := marshal(params)
+	if err != nil {
+		return nil, fmt.Errorf("%s: cannot encode parameters: %w", method, err)
+	}
+	ch := make(chan answer, 1)
+	c.mu.Lock()
+	if c.closeErr != nil {
+		err := c.closeErr
+		c.mu.Unlock()
+		return nil, fmt.Errorf("%s: %w: %w", method, ErrClosed, err)
+	}
+	c.nextID++
+	id := c.nextID
+	c.pending[id] = ch
+	c.mu.Unlock()
+	forget := func() {
+		c.mu.Lock()
+		delete(c.pending, id)
+		c.mu.Unlock()
+	}
+	if err := c.write(frame{ID: id, Method: method, Params: raw}, send); err != nil {
+		forget()
+		var big *Error
+		if errors.As(err, &big) {
+			return nil, err
+		}
+		return nil, fmt.Errorf("%s: %w: %w", method, ErrClosed, err)
+	}
+	var a answer
+	select {
+	case a = <-ch:
+	case <-ctx.Done():
+		forget()
+		_ = c.write(frame{Cancel: id}, nil)
+		select {
+		case a = <-ch: // it came in the same moment: its descriptors must not leak
+			for _, f := range a.files {
+				f.Close()
+			}
+		default:
+		}
+		return nil, ctx.Err()
+	case <-c.done:
+		forget()
+		select {
+		case a = <-ch:
+		default:
+			return nil, fmt.Errorf("%s: %w: %w", method, ErrClosed, c.Err())
+		}
+	}
+	if a.err != nil {
+		for _, f := range a.files {
+			f.Close()
+		}
+		return nil, a.err
+	}
+	if result != nil && len(a.result) > 0 {
+		if err := json.Unmarshal(a.result, result); err != nil {
+			for _, f := range a.files {
+				f.Close()
+			}
+			return nil, fmt.Errorf("%s: cannot decode the answer: %w", method, err)
+		}
+	}
+	return a.files, nil
+}
+
+// Notify sends a notification. It blocks while the peer does not read.
+func (c *Conn) Notify(method string, params any) error {
+	raw, err := marshal(params)
+	if err != nil {
+		return fmt.Errorf("%s: cannot encode parameters: %w", method, err)
+	}
+	return c.write(frame{Method: method, Params: raw}, nil)
+}
+
+// marshal keeps <, > and & as they are: the peer is no browser, and code is full of them.
+func marshal(v any) (json.RawMessage, error) {
+	if v == nil {
+		return nil, nil
+	}
+	if raw, ok := v.(json.RawMessage); ok {
+		return raw, nil
+	}
+	var b bytes.Buffer
+	e := json.NewEncoder(&b)
+	e.SetEscapeHTML(false)
+	if err := e.Encode(v); err != nil {
+		return nil, err
+	}
+	return bytes.TrimSuffix(b.Bytes(), []byte("\n")), nil
+}
+
+func (c *Conn) write(f frame, files []*os.File) error {
+	if len(files) > maxFDs {
+		return Errorf(CodeTooLarge, "a message carries at most %d descriptors, not %d", maxFDs, len(files))
+	}
+	f.FDs = len(files)
+	line, err := marshal(f)
+	if err != nil {
+		return err
+	}
+	line = append(line, '\n')
+	if len(line) > MaxFrame {
+		return Errorf(CodeTooLarge, "a message of %d bytes is over the limit of %d", len(line), MaxFrame)
+	}
+	c.wmu.Lock()
+	defer c.wmu.Unlock()
+	if len(files) > 0 {
+		fds := make([]int, len(files))
+		for i, f := range files {
+			fd, err := rawFD(f)
+			if err != nil {
+				return err
+			}
+			fds[i] = fd
+		}
+		defer runtime.KeepAlive(files)
+		// Ancillary data needs at least one byte to ride on; the rest follows as plain bytes.
+		n, _, err := c.sock.WriteMsgUnix(line, unix.UnixRights(fds...), nil)
+		if err != nil {
+			c.writeFailed(err)
+			return err
+		}
+		line = line[n:]
+	}
+	if len(line) > 0 {
+		if _, err := c.sock.Write(line); err != nil {
+			c.writeFailed(err)
+			return err
+		}
+	}
+	return nil
+}
+
+// rawFD is the descriptor of f, without what File.Fd does to it (blocking mode).
+func rawFD(f *os.File) (int, error) {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	n := -1
+	err = raw.Control(func(fd uintptr) { n = int(fd) })
+	return n, err
+}
+
+// writeFailed ends a connection whose stream may hold half a frame.
+func (c *Conn) writeFailed(err error) {
+	c.fail(err)
+	c.sock.Close()
+}
+
+func (c *Conn) read() {
+	defer close(c.done)
+	r := &reader{sock: c.sock}
+	var err error
+	for {
+		var f frame
+		var files []*os.File
+		if f, files, err = r.next(); err != nil {
+			break
+		}
+		c.dispatch(f, files)
+	}
+	r.close()
+	c.fail(err)
+	c.sock.Close()
+	if c.peer.fd != nil {
+		c.peer.fd.Close()
+	}
+	c.mu.Lock()
+	for _, cancel := range c.running {
+		cancel()
+	}
+	c.mu.Unlock()
+}
+
+func (c *Conn) dispatch(f frame, files []*os.File) {
+	switch {
+	case f.Cancel != 0:
+		c.mu.Lock()
+		cancel := c.running[f.Cancel]
+		c.mu.Unlock()
+		if cancel != nil {
+			cancel()
+		}
+	case f.Method != "" && f.ID == 0:
+		r := &Request{Method: f.Method, Params: f.Params, Files: files, Conn: c, Notification: true}
+		if c.handler == nil {
+			r.CloseFiles()
+			return
+		}
+		_, _ = c.handler.Handle(c.ctx, r)
+		return
+	case f.Method != "":
+		ctx, cancel := context.WithCancel(c.ctx)
+		c.mu.Lock()
+		c.running[f.ID] = cancel // before the next frame is read, so that no cancel can miss it
+		c.mu.Unlock()
+		c.wg.Add(1)
+		go c.serve(ctx, cancel, f, files)
+		return
+	case f.ID != 0:
+		c.mu.Lock()
+		ch := c.pending[f.ID]
+		delete(c.pending, f.ID)
+		c.mu.Unlock()
+		if ch != nil {
+			var err error
+			if f.Error != nil {
+				err = f.Error
+			}
+			ch <- answer{f.Result, files, err}
+			return
+		}
+	}
+	for _, f := range files {
+		f.Close()
+	}
+}
+
+func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, files []*os.File) {
+	defer c.wg.Done()
+	defer cancel()
+	var value any
+	var err error
+	if c.handler == nil {
+		err = Errorf(CodeInvalidRequest, "this side of the connection answers no requests")
+		for _, f := range files {
+			f.Close()
+		}
+	} else {
+		value, err = c.handle(ctx, &Request{Method: f.Method, Params: f.Params, Files: files, Conn: c})
+	}
+	c.mu.Lock()
+	delete(c.running, f.ID)
+	c.mu.Unlock()
+	var send []*os.File
+	switch r := value.(type) {
+	case Reply:
+		value, send = r.Value, r.Files
+	case *Reply:
+		value, send = r.Value, r.Files
+	}
+	defer func() {
+		for _, f := range send {
+			f.Close()
+		}
+	}()
+	out := frame{ID: f.ID}
+	if err != nil {
+		out.Error = AsError(err)
+		if out.Error.Operation == "" {
+			e := *out.Error
+			e.Operation = f.Method
+			out.Error = &e
+		}
+	} else if out.Result, err = marshal(value); err != nil {
+		out.Error = Errorf(CodeInternal, "%s: cannot encode the answer: %v", f.Method, err)
+	} else if out.Result == nil {
+		out.Result = json.RawMessage("null")
+	}
+	err = c.write(out, send)
+	if CodeOf(err) == CodeTooLarge {
+		_ = c.write(frame{ID: f.ID, Error: AsError(err)}, nil)
+	}
+}
+
+// handle turns a panic of a handler into an error of that one request.
+func (c *Conn) handle(ctx context.Context, r *Request) (value any, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			value, err = nil, Errorf(CodeInternal, "%s: internal error: %v", r.Method, p)
+			onPanic(r.Method, p)
+		}
+	}()
+	return c.handler.Handle(ctx, r)
+}
+
+// reader splits the stream into frames and hands each the descriptors it names.
+type reader struct {
+	sock  *net.UnixConn
+	buf   []byte
+	start int // of the unread part of buf
+	scan  int // where the search for the newline goes on
+	files []*os.File
+}
+
+func (r *reader) next() (frame, []*os.File, error) {
+	for {
+		if i := bytes.IndexByte(r.buf[r.scan:], '\n'); i >= 0 {
+			line := r.buf[r.start : r.scan+i]
+			r.start = r.scan + i + 1
+			r.scan = r.start
+			if len(bytes.TrimSpace(line)) == 0 {
+				continue
+			}
+			var f frame
+			if err := json.Unmarshal(line, &f); err != nil {
+				return f, nil, fmt.Errorf("malformed frame: %w", err)
+			}
+			if f.FDs < 0 || f.FDs > len(r.files) {
+				return f, nil, fmt.Errorf("malformed frame: it names %d descriptors, %d came", f.FDs, len(r.files))
+			}
+			files := r.files[:f.FDs:f.FDs]
+			r.files = r.files[f.FDs:]
+			return f, files, nil
+		}
+		r.scan = len(r.buf)
+		if err := r.fill(); err != nil {
+			return frame{}, nil, err
+		}
+	}
+}
+
+func (r *reader) fill() error {
+	if r.start > 0 {
+		n := copy(r.buf, r.buf[r.start:])
+		r.buf, r.scan, r.start = r.buf[:n], r.scan-r.start, 0
+		if n == 0 && cap(r.buf) > 1<<20 {
+			r.buf = nil // one huge frame must not pin its memory for ever
+		}
+	}
+	if len(r.buf) >= MaxFrame {
+		return fmt.Errorf("malformed frame: over the limit of %d bytes", MaxFrame)
+	}
+	if cap(r.buf)-len(r.buf) < 4096 {
+		grown := make([]byte, len(r.buf), max(8192, 2*cap(r.buf)))
+		copy(grown, r.buf)
+		r.buf = grown
+	}
+	oob := make([]byte, unix.CmsgSpace(4*maxFDs))
+	n, oobn, flags, _, err := r.sock.ReadMsgUnix(r.buf[len(r.buf):cap(r.buf)], oob)
+	if oobn > 0 {
+		if perr := r.take(oob[:oobn]); perr != nil {
+			return perr
+		}
+	}
+	if flags&unix.MSG_CTRUNC != 0 {
+		return errors.New("malformed frame: too many descriptors at once")
+	}
+	if err != nil {
+		return err
+	}
+	if n == 0 {
+		if r.start < len(r.buf) {
+			return io.ErrUnexpectedEOF
+		}
+		return io.EOF
+	}
+	r.buf = r.buf[:len(r.buf)+n]
+	return nil
+}
+
+func (r *reader) take(oob []byte) error {
+	msgs, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return err
+	}
+	for i := range msgs {
+		if msgs[i].Header.Level != unix.SOL_SOCKET || msgs[i].Header.Type != unix.SCM_RIGHTS {
+			continue
+		}
+		fds, err := unix.ParseUnixRights(&msgs[i])
+		if err != nil {
+			return err
+		}
+		for _, fd := range fds {
+			// ReadMsgUnix sets MSG_CMSG_CLOEXEC since Go 1.10.
+			r.files = append(r.files, os.NewFile(uintptr(fd), "received"))
+		}
+	}
+	if len(r.files) > 4*maxFDs {
+		return errors.New("malformed frame: descriptors that no frame names")
+	}
+	return nil
+}
+
+func (r *reader) close() {
+	for _, f := range r.files {
+		f.Close()
+	}
+	r.files = nil
+}
+
+// IsGone reports whether err means that nobody listens at a socket: there is no
+// such file, or the process that made it is gone.
+func IsGone(err error) bool {
+	return errors.Is(err, syscall.ENOENT) || errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, syscall.ENOTDIR)
+}
