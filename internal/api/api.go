@@ -34,6 +34,10 @@ const (
 	// Notification to an attached connection that asked for it in AttachParams.Progress:
 	// Progress, at most one a second for each call that waits.
 	NotificationProgress = "progress"
+	// Notification to every attached connection, before the manager ends on purpose:
+	// Stopping. A front end that idles does not connect again after a stop, since
+	// that could start what somebody has just stopped.
+	NotificationStopping = "stopping"
 )
 
 // Execution states.
@@ -251,13 +255,20 @@ type (
 		ReplyTo   *int64 `json:"reply_to"`
 		Truncated bool   `json:"truncated"`
 	}
-	// Progress is sent while a call of this connection waits. Token is the request's
-	// exec id.
+	// Progress is sent while a call of this connection waits.
 	Progress struct {
-		ExecID   string  `json:"exec_id"`
+		ExecID string `json:"exec_id"`
+		// RequestID is that of the execute call that waits; "" for a poll.
+		RequestID string `json:"request_id,omitempty"`
 		State    string  `json:"state"`
 		Seconds  float64 `json:"seconds"`
 		LastLine string  `json:"last_line,omitempty"`
+	}
+
+	// Stopping says why the connection is about to end.
+	Stopping struct {
+		Kind   string `json:"kind"`             // stop, restart
+		Reason string `json:"reason,omitempty"` // "stop requested from the command line"
 	}
 
 	// InterruptParams: an empty ExecID means the cell that blocks the loop, else the
