@@ -259,10 +259,10 @@ type (
 	Progress struct {
 		ExecID string `json:"exec_id"`
 		// RequestID is that of the execute call that waits; "" for a poll.
-		RequestID string `json:"request_id,omitempty"`
-		State    string  `json:"state"`
-		Seconds  float64 `json:"seconds"`
-		LastLine string  `json:"last_line,omitempty"`
+		RequestID string  `json:"request_id,omitempty"`
+		State     string  `json:"state"`
+		Seconds   float64 `json:"seconds"`
+		LastLine  string  `json:"last_line,omitempty"`
 	}
 
 	// Stopping says why the connection is about to end.
