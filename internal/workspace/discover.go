@@ -1,0 +1,256 @@
+package workspace
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"mypr/internal/api"
+	"mypr/internal/rpc"
+	"mypr/supervisor/control"
+)
+
+// Location is a runtime that answered and is this workspace's.
+type Location struct {
+	Workspace *Workspace
+	Paths     // where it listens, which need not be where this process would have put it
+	Instance  string
+	// Supervisor is nil when only the manager answers: its supervisor died and is not
+	// back yet.
+	Supervisor *control.Info
+	// Started: this call started it.
+	Started bool
+}
+
+// NotRunning is the error of Discover when the workspace has no runtime.
+type NotRunning struct{ Dir string }
+
+func (e *NotRunning) Error() string { return e.Unwrap().Error() }
+
+// Unwrap gives the error its shape on the wire.
+func (e *NotRunning) Unwrap() error {
+	return rpc.Errorf(rpc.CodeUnavailable, "no runtime runs for %s", e.Dir).
+		WithHint("start one with a cell: mypr-mcp exec 1+1")
+}
+
+// Unreachable is the error of Discover when a lock says that a runtime lives but none
+// of its sockets answers from here.
+type Unreachable struct {
+	Dir    string
+	Lock   string   // the held lock file
+	Holder *Holder  // nil: unknown
+	Tried  []string // "path: why not"
+	Share  string   // the runtime directory to share with this environment
+}
+
+func (e *Unreachable) Error() string { return e.Unwrap().Error() }
+
+// Unwrap gives the error its shape on the wire.
+func (e *Unreachable) Unwrap() error {
+	return rpc.Errorf(rpc.CodeUnavailable, "a runtime of %s is alive but cannot be reached: %s is held by %v; tried %s",
+		e.Dir, e.Lock, e.Holder, strings.Join(e.Tried, "; ")).
+		WithHint("make %s visible here at the same path (in a container: mount it), or run mypr-mcp stop where that runtime runs; a second one is not started", e.Share)
+}
+
+// Stranger is the error of Discover when a runtime listens at this workspace's
+// sockets that belongs to another directory: one that was deleted and whose inode
+// this one got, or this one before its .mypr was deleted.
+type Stranger struct {
+	Dir       string
+	Paths     Paths
+	Instance  string
+	PID       int    // of the supervisor or manager, when it said
+	Workspace string // what it says it serves
+}
+
+func (e *Stranger) Error() string { return e.Unwrap().Error() }
+
+// Unwrap gives the error its shape on the wire.
+func (e *Stranger) Unwrap() error {
+	err := rpc.Errorf(rpc.CodeConflict, "the runtime at %s is not the one of %s: it serves %s and has instance %s, which %s/.mypr does not record (the directory or its .mypr was deleted and made again)",
+		e.Paths.RuntimeDir, e.Dir, e.Workspace, e.Instance, e.Dir)
+	if e.PID == 0 {
+		return err.WithHint("stop that runtime, then try again")
+	}
+	return err.WithHint("stop that runtime, then try again: kill %d", e.PID)
+}
+
+// probeTimeout bounds the wait for one socket that accepts but does not answer.
+const probeTimeout = 5 * time.Second
+
+// Discover finds the workspace's running runtime: first where this process would put
+// it, then where other environments would have, then where runtime.json says. It
+// starts nothing and writes nothing. Its errors are *NotRunning, *Unreachable,
+// *Stranger, an *rpc.Error (a runtime directory or socket that is not to be trusted),
+// or ctx's.
+//
+// Whether a runtime lives is read from connections and locks, never from pids, which
+// mean nothing in another pid namespace.
+func (w *Workspace) Discover(ctx context.Context) (*Location, error) {
+	d := &discovery{w: w, record: w.recorded()}
+	for _, dir := range runtimeDirs(os.Getenv("XDG_RUNTIME_DIR")) {
+		d.add(pathsIn(dir, w.Hash))
+	}
+	if d.record != nil && d.record.RuntimeDir != "" {
+		d.add(d.record.Paths)
+	}
+	if l := d.each(ctx, d.askSupervisor); l != nil {
+		return l, nil
+	}
+	managed, err := lockHeld(w.managerLock())
+	if err != nil {
+		return nil, rpc.Errorf(codeOf(err), "%v", err)
+	}
+	// Only now the manager's socket: with no manager alive the listener could be
+	// systemd's, and connecting would start a runtime.
+	if managed {
+		if l := d.each(ctx, d.askManager); l != nil {
+			return l, nil
+		}
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	if d.stranger != nil {
+		return nil, d.stranger
+	}
+	held := w.managerLock()
+	if !managed {
+		held = w.supervisorLock()
+		supervised, err := lockHeld(held)
+		if err != nil {
+			return nil, rpc.Errorf(codeOf(err), "%v", err)
+		}
+		if !supervised {
+			if d.refused != nil {
+				return nil, d.refused
+			}
+			return nil, &NotRunning{w.Dir}
+		}
+	}
+	share := w.RuntimeDir
+	if d.record != nil && d.record.RuntimeDir != "" {
+		share = d.record.RuntimeDir
+	}
+	return nil, &Unreachable{Dir: w.Dir, Lock: held, Holder: readHolder(held), Tried: d.tried, Share: share}
+}
+
+// discovery is one search.
+type discovery struct {
+	w          *Workspace
+	record     *Runtime
+	candidates []Paths
+	tried      []string
+	stranger   *Stranger
+	refused    error // the directory that we would use, or a socket in it, is not to be trusted
+}
+
+func (d *discovery) add(p Paths) {
+	if slices.Contains(d.candidates, p) {
+		return
+	}
+	switch err := checkRuntimeDir(p.RuntimeDir, false); {
+	case err == nil:
+		d.candidates = append(d.candidates, p)
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, os.ErrPermission):
+		d.tried = append(d.tried, p.RuntimeDir+": "+err.Error())
+	default:
+		d.tried = append(d.tried, err.Error())
+		if p.RuntimeDir == d.w.RuntimeDir {
+			d.refused = err
+		}
+	}
+}
+
+// each asks the candidates in turn until one is ours.
+func (d *discovery) each(ctx context.Context, ask func(context.Context, Paths) (*Location, error)) *Location {
+	for _, p := range d.candidates {
+		ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+		l, err := ask(ctx, p)
+		cancel()
+		if err == nil {
+			return l
+		}
+		var s *Stranger
+		if errors.As(err, &s) {
+			d.stranger = s
+		} else {
+			d.tried = append(d.tried, err.Error())
+		}
+		if p.RuntimeDir == d.w.RuntimeDir && rpc.CodeOf(err) == rpc.CodePermission {
+			d.refused = err
+		}
+	}
+	return nil
+}
+
+func (d *discovery) askSupervisor(ctx context.Context, p Paths) (*Location, error) {
+	c, err := control.Dial(ctx, p.Control)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", p.Control, cause(err))
+	}
+	defer c.Close()
+	if err := trust(c.Peer(), p.Control); err != nil {
+		return nil, err
+	}
+	info, err := c.Info(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", p.Control, err)
+	}
+	who := &Stranger{Dir: d.w.Dir, Paths: p, Instance: info.Instance, PID: info.PID, Workspace: info.Labels[LabelWorkspace]}
+	if err := d.ours(who, info.Labels[LabelWorkspaceID]); err != nil {
+		return nil, err
+	}
+	return &Location{Workspace: d.w, Paths: p, Instance: info.Instance, Supervisor: &info}, nil
+}
+
+func (d *discovery) askManager(ctx context.Context, p Paths) (*Location, error) {
+	c, err := rpc.Dial(ctx, p.Socket, nil)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", p.Socket, cause(err))
+	}
+	defer c.Close()
+	if err := trust(c.Peer(), p.Socket); err != nil {
+		return nil, err
+	}
+	var s api.Status
+	if err := c.Call(ctx, api.MethodStatus, api.StatusParams{}, &s); err != nil {
+		return nil, fmt.Errorf("%s: %w", p.Socket, err)
+	}
+	who := &Stranger{Dir: d.w.Dir, Paths: p, Instance: s.Instance, PID: s.PID, Workspace: s.Workspace}
+	if err := d.ours(who, s.WorkspaceID); err != nil {
+		return nil, err
+	}
+	return &Location{Workspace: d.w, Paths: p, Instance: s.Instance}, nil
+}
+
+// ours decides whether what answered is this directory's runtime.
+func (d *discovery) ours(who *Stranger, id string) error {
+	if id != d.w.ID {
+		return who
+	}
+	if d.record != nil && d.record.Instance == who.Instance {
+		return nil
+	}
+	// The record is missing or old. Whoever holds a lock in this very .mypr is ours too.
+	for _, lock := range []string{d.w.supervisorLock(), d.w.managerLock()} {
+		if held, err := lockHeld(lock); err == nil && held {
+			return nil
+		}
+	}
+	return who
+}
+
+// trust refuses a socket that another user listens at.
+func trust(p rpc.Peer, path string) error {
+	if p.UID == os.Getuid() || p.UID == 0 {
+		return nil
+	}
+	return rpc.Errorf(rpc.CodePermission, "the runtime at %s is run by user id %d, you are %d", path, p.UID, os.Getuid()).
+		WithHint("use it as that user")
+}

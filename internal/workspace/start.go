@@ -1,0 +1,311 @@
+package workspace
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"mypr/internal/api"
+	"mypr/internal/rpc"
+)
+
+// StartOptions says how to start a runtime. The zero value is right for most.
+type StartOptions struct {
+	Executable string        // default: this program
+	Args       []string      // after "supervise -C DIR"
+	Env        []string      // default: this process's environment; FillEnvironment is applied
+	Origin     api.Origin    // recorded as where the runtime's environment came from
+	Timeout    time.Duration // until the runtime is ready; default 180 s: a first start downloads Python packages
+}
+
+const (
+	startTimeout = 180 * time.Second
+	// lockGrace is how long a lock may be held without a reachable socket before that
+	// is an error: a runtime that is stopping closes its sockets first.
+	lockGrace = 5 * time.Second
+	// stopGrace is what a supervisor that was not ready in time gets to stop its units.
+	stopGrace = 10 * time.Second
+)
+
+// Ensure finds the workspace's runtime or starts one. Concurrent callers, of any
+// process, end up with the same one.
+func (w *Workspace) Ensure(ctx context.Context, opts StartOptions) (*Location, error) {
+	l, err := w.Discover(ctx)
+	var none *NotRunning
+	var mute *Unreachable
+	if errors.As(err, &none) || errors.As(err, &mute) {
+		return w.Start(ctx, opts)
+	}
+	return l, err
+}
+
+// Start looks once more, under startup.lock, and starts a runtime if there is none:
+// "EXECUTABLE supervise -C DIR ARGS" in a session of its own, with the workspace as
+// its directory and its output in .mypr/supervisor.log, so that it outlives this
+// process, its terminal and its process group.
+//
+// The child inherits the startup lock and holds it until it has reported. So when ctx
+// ends early, or this process is killed, the start goes on and the next caller waits
+// for it. Only a start that is not ready within opts.Timeout is called off.
+func (w *Workspace) Start(ctx context.Context, opts StartOptions) (*Location, error) {
+	if opts.Timeout == 0 {
+		opts.Timeout = startTimeout
+	}
+	if err := w.EnsureLayout(); err != nil {
+		return nil, err
+	}
+	lctx, cancel := context.WithTimeout(ctx, opts.Timeout)
+	defer cancel()
+	lock, err := w.StartupLock(lctx)
+	if err != nil {
+		return nil, err
+	}
+	defer lock.Close()
+	l, err := w.Discover(ctx)
+	var mute *Unreachable
+	if errors.As(err, &mute) && w.waitUnlocked(ctx) {
+		l, err = w.Discover(ctx)
+	}
+	var none *NotRunning
+	if !errors.As(err, &none) {
+		return l, err
+	}
+	if err := w.PrepareRuntimeDir(); err != nil {
+		return nil, err
+	}
+	if err := w.spawn(ctx, opts, lock); err != nil {
+		return nil, err
+	}
+	if l, err = w.Discover(ctx); err != nil {
+		return nil, err
+	}
+	l.Started = true
+	return l, nil
+}
+
+// waitUnlocked waits for the manager and the supervisor to be gone.
+func (w *Workspace) waitUnlocked(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, lockGrace)
+	defer cancel()
+	for _, path := range []string{w.managerLock(), w.supervisorLock()} {
+		l, err := AcquireLock(ctx, path)
+		if err != nil {
+			return false
+		}
+		l.Close()
+	}
+	return true
+}
+
+// starterVariable tells the child what it inherited.
+const starterVariable = "MYPR_STARTER"
+
+type starterMessage struct {
+	ReadyFD int        `json:"ready_fd"`
+	LockFD  int        `json:"lock_fd"`
+	Origin  api.Origin `json:"origin"`
+}
+
+// report is the one line on the ready pipe.
+type report struct {
+	Ready bool       `json:"ready,omitempty"`
+	Error *rpc.Error `json:"error,omitempty"`
+}
+
+func (w *Workspace) spawn(ctx context.Context, opts StartOptions, lock *Lock) error {
+	exe := opts.Executable
+	if exe == "" {
+		exe = self()
+	}
+	env := opts.Env
+	if env == nil {
+		env = os.Environ()
+	}
+	env, _ = FillEnvironment(env)
+	message, err := json.Marshal(starterMessage{ReadyFD: 3, LockFD: 4, Origin: opts.Origin})
+	if err != nil {
+		return err
+	}
+	log, err := os.OpenFile(w.SupervisorLog(), os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o600)
+	if err != nil {
+		return rpc.Errorf(codeOf(err), "cannot write %s: %v", w.SupervisorLog(), cause(err)).WithHint("make it writable for you")
+	}
+	defer log.Close()
+	logged, _ := log.Seek(0, io.SeekEnd)
+	r, wr, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	defer r.Close() // ends the goroutine that reads it
+	cmd := exec.Command(exe, append([]string{"supervise", "-C", w.Dir}, opts.Args...)...)
+	cmd.Dir, cmd.Env = w.Dir, append(env, starterVariable+"="+string(message))
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.ExtraFiles = []*os.File{wr, lock.File()}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	err = cmd.Start()
+	wr.Close()
+	if err != nil {
+		return rpc.Errorf(rpc.CodeInternal, "cannot start %s: %v", exe, cause(err)).WithHint("check that the program is there and can be run")
+	}
+	// Waits for the child as long as it and this process live: it is our child, and
+	// nobody else would reap it.
+	exited := make(chan error, 1)
+	go func() { exited <- cmd.Wait() }()
+	reported := make(chan report, 1)
+	go func() {
+		defer close(reported)
+		line, err := bufio.NewReader(io.LimitReader(r, 1<<20)).ReadBytes('\n')
+		var rep report
+		if err == nil && json.Unmarshal(line, &rep) == nil {
+			reported <- rep
+		}
+	}()
+	timeout := time.NewTimer(opts.Timeout)
+	defer timeout.Stop()
+	early := reported // nil once the pipe was closed without a report
+	for {
+		select {
+		case rep, ok := <-early:
+			if !ok {
+				early = nil // it is about to exit; the status says more
+				continue
+			}
+			return rep.err()
+		case err := <-exited:
+			if early != nil {
+				// What it wrote before it died is in the pipe. The deadline is for a
+				// descendant that kept the pipe open.
+				_ = r.SetReadDeadline(time.Now().Add(time.Second))
+				if rep, ok := <-early; ok && rep.Error != nil {
+					return rep.Error
+				}
+			}
+			return w.startError(fmt.Sprintf("it ended while starting (%v)", exitText(err)), logged)
+		case <-ctx.Done():
+			return fmt.Errorf("stopped waiting for the runtime of %s to start, which goes on: %w", w.Dir, context.Cause(ctx))
+		case <-timeout.C:
+			_ = cmd.Process.Signal(unix.SIGTERM)
+			grace := time.NewTimer(stopGrace)
+			defer grace.Stop()
+			select {
+			case <-exited:
+			case <-grace.C:
+				_ = cmd.Process.Kill()
+				<-exited
+			}
+			return w.startError(fmt.Sprintf("it was not ready within %v and was stopped", opts.Timeout), logged)
+		}
+	}
+}
+
+func (r report) err() error {
+	switch {
+	case r.Error != nil:
+		return r.Error
+	case !r.Ready:
+		return rpc.Errorf(rpc.CodeInternal, "the runtime reported neither ready nor an error")
+	}
+	return nil
+}
+
+func exitText(err error) string {
+	if err == nil {
+		return "exit status 0"
+	}
+	return err.Error()
+}
+
+// startError adds the end of what the child logged.
+func (w *Workspace) startError(what string, from int64) error {
+	e := rpc.Errorf(rpc.CodeUnavailable, "the runtime of %s could not be started: %s", w.Dir, what).WithHint("read %s", w.SupervisorLog())
+	f, err := os.Open(w.SupervisorLog())
+	if err != nil {
+		return e
+	}
+	defer f.Close()
+	const tail = 2 << 10
+	if info, err := f.Stat(); err == nil && info.Size()-from > tail {
+		from = info.Size() - tail
+	}
+	b, _ := io.ReadAll(io.LimitReader(io.NewSectionReader(f, from, tail), tail))
+	text := strings.ToValidUTF8(strings.TrimSpace(string(b)), "\uFFFD")
+	if text == "" {
+		return e
+	}
+	e.Details = map[string]any{"log": text}
+	e.Message += "; its last line: " + text[strings.LastIndexByte(text, '\n')+1:]
+	return e
+}
+
+// self is a path that this program can be started by.
+func self() string {
+	exe, err := os.Executable()
+	if err == nil {
+		if _, err = os.Stat(exe); err == nil {
+			return exe
+		}
+	}
+	return "/proc/self/exe" // the file was replaced or removed since we were started
+}
+
+// Starter is the child's end of Start. Nil is valid and stands for a process that was
+// started otherwise: from a shell, or by systemd.
+type Starter struct {
+	Origin api.Origin
+	pipe   *os.File
+	lock   *os.File
+}
+
+// TakeStarter takes over what Start passed to this process, so that no child of ours
+// inherits it. It must be called before the first child is started and at most once;
+// it returns nil when Start did not start us.
+func TakeStarter() *Starter {
+	text := os.Getenv(starterVariable)
+	os.Unsetenv(starterVariable)
+	var m starterMessage
+	if text == "" || json.Unmarshal([]byte(text), &m) != nil || m.ReadyFD < 3 || m.LockFD < 3 {
+		return nil
+	}
+	unix.CloseOnExec(m.ReadyFD)
+	unix.CloseOnExec(m.LockFD)
+	return &Starter{
+		Origin: m.Origin,
+		pipe:   os.NewFile(uintptr(m.ReadyFD), "ready"),
+		lock:   os.NewFile(uintptr(m.LockFD), "startup.lock"),
+	}
+}
+
+// Holds reports whether this process came with the startup lock. One that did not
+// takes it itself before it looks for another runtime.
+func (s *Starter) Holds() bool { return s != nil && s.lock != nil }
+
+// Report tells whoever started us that the runtime is ready, or why it will never
+// be, and lets go of the startup lock. Only the first call counts. That nobody
+// listens any more is no error.
+func (s *Starter) Report(failure error) {
+	if s == nil || s.pipe == nil {
+		return
+	}
+	r := report{Ready: failure == nil}
+	if failure != nil {
+		r.Error = rpc.AsError(failure)
+	}
+	var b bytes.Buffer
+	if json.NewEncoder(&b).Encode(r) == nil {
+		_, _ = s.pipe.Write(b.Bytes()) // EPIPE: the front end is gone
+	}
+	s.pipe.Close()
+	s.lock.Close()
+	s.pipe, s.lock = nil, nil
+}
