@@ -112,7 +112,11 @@ type Service struct {
 	ExecStop        []Command `json:"exec_stop,omitempty"`
 	ExecStopPost    []Command `json:"exec_stop_post,omitempty"`
 	RemainAfterExit bool      `json:"remain_after_exit,omitempty"`
-	NotifyAccess    string    `json:"notify_access,omitempty"` // none, main, exec, all; default main for notify and wherever WatchdogSec is set
+	// ExitType "cgroup": the run lasts until no process of the unit is left; "main" (the
+	// default): until the main process ends, and what is left is then stopped. The exit
+	// status is the main process's in both cases.
+	ExitType     string `json:"exit_type,omitempty"`
+	NotifyAccess string `json:"notify_access,omitempty"` // none, main, exec, all; default main for notify and wherever WatchdogSec is set
 
 	Restart                  string        `json:"restart,omitempty"`
 	RestartSec               time.Duration `json:"restart_sec,omitempty"`                // default 100ms
