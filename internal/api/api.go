@@ -202,10 +202,11 @@ type (
 		Raw       bool       `json:"raw,omitempty"` // written to fd 1 or 2 behind Python's back
 		Artifacts []Artifact `json:"artifacts,omitempty"`
 		DisplayID string     `json:"display_id,omitempty"`
-		Update    bool       `json:"update,omitempty"` // replaces what was shown under display_id
-		Code      string     `json:"code,omitempty"`   // of a warning
-		Line      int64      `json:"line,omitempty"`   // of a damaged journal line
-		Time      float64    `json:"time,omitempty"`   // Unix seconds
+		Update    bool       `json:"update,omitempty"`    // replaces what was shown under display_id
+		Code      string     `json:"code,omitempty"`      // of a warning
+		Line      int64      `json:"line,omitempty"`      // of a damaged journal line
+		Continues bool       `json:"continues,omitempty"` // not of streams: the text goes on where that of the event before ended
+		Time      float64    `json:"time,omitempty"`      // Unix seconds
 	}
 	// Artifact is display data kept as a file.
 	Artifact struct {
