@@ -1,0 +1,225 @@
+package journal
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+)
+
+const (
+	memoryTail = 64 << 10 // bytes of the newest lines that are kept in memory
+	indexFrom  = 64 << 10 // a smaller journal is scanned about as fast as its index is read
+)
+
+// Log is the journal of one execution while the manager has it in memory. Appending
+// has three steps, because an event must be on disk, and known to be there, before
+// anybody sees it: Stage gives the lines their place, Write puts them there (any
+// number of times), Publish makes them visible. Stage belongs to one goroutine; the
+// rest may be called from any.
+type Log struct {
+	path, index string
+	staged      int64 // size with everything staged
+
+	mu      sync.Mutex // guards the fields below
+	f       *os.File   // open from the first Write to Finish
+	offsets []int64    // of the visible lines and their end; nil when finished
+	count   int64      // visible lines
+	mem     []byte     // the newest visible lines
+	memEnds []int64    // where each ends in mem
+}
+
+// New is an empty log; no file is made before the first line.
+func New(dir, id string) *Log {
+	path, index := Paths(dir, id)
+	return &Log{path: path, index: index, offsets: []int64{0}}
+}
+
+// Paths are the files of an execution's journal.
+func Paths(dir, id string) (journal, index string) {
+	return filepath.Join(dir, id+".jsonl"), filepath.Join(dir, id+".idx")
+}
+
+// Resume opens the log of an execution that goes on. What the file has beyond size was
+// never acknowledged, will be sent again, and is cut off.
+func Resume(dir, id string, size int64) (*Log, error) {
+	l := New(dir, id)
+	f, err := os.OpenFile(l.path, os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) && size == 0 {
+		return l, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	fi, err := f.Stat()
+	if err == nil && fi.Size() > size {
+		err = f.Truncate(size)
+	} else if err == nil && fi.Size() < size {
+		err = fmt.Errorf("%s has %d bytes, %d were stored: its end is lost", l.path, fi.Size(), size)
+	}
+	if err == nil {
+		l.offsets, err = Scan(io.NewSectionReader(f, 0, size))
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	l.f, l.count, l.staged = f, int64(len(l.offsets))-1, size
+	return l, nil
+}
+
+// Stage reserves the place of the next lines and returns it.
+func (l *Log) Stage(data []byte) (offset int64) {
+	offset = l.staged
+	l.staged += int64(len(data))
+	return offset
+}
+
+// Write puts lines where Stage said. It does not wait for the disk: the bytes survive
+// the process, not the machine.
+func (l *Log) Write(data []byte, offset int64) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.f == nil {
+		f, err := os.OpenFile(l.path, os.O_RDWR|os.O_CREATE, 0o600)
+		if errors.Is(err, fs.ErrNotExist) {
+			if err = os.MkdirAll(filepath.Dir(l.path), 0o700); err == nil {
+				f, err = os.OpenFile(l.path, os.O_RDWR|os.O_CREATE, 0o600)
+			}
+		}
+		if err != nil {
+			return err
+		}
+		l.f = f
+	}
+	_, err := l.f.WriteAt(data, offset)
+	return err
+}
+
+// Publish makes written lines visible. They must be the ones next in order.
+func (l *Log) Publish(data []byte, ends []int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	base := l.offsets[len(l.offsets)-1]
+	memBase := int64(len(l.mem))
+	l.mem = append(l.mem, data...)
+	for _, e := range ends {
+		l.offsets = append(l.offsets, base+int64(e))
+		l.memEnds = append(l.memEnds, memBase+int64(e))
+	}
+	l.count += int64(len(ends))
+	if len(l.mem) > 2*memoryTail {
+		l.trim()
+	}
+}
+
+// trim keeps the newest lines in memory; what readers hold of the old ones stays theirs.
+func (l *Log) trim() {
+	cut, from := int64(0), 0
+	for from < len(l.memEnds) && int64(len(l.mem))-cut > memoryTail {
+		cut = l.memEnds[from]
+		from++
+	}
+	l.mem = append([]byte(nil), l.mem[cut:]...)
+	ends := make([]int64, len(l.memEnds)-from)
+	for i := range ends {
+		ends[i] = l.memEnds[from+i] - cut
+	}
+	l.memEnds = ends
+}
+
+// Count is the number of visible lines.
+func (l *Log) Count() int64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.count
+}
+
+// Staged is the size of the journal with everything that was staged.
+func (l *Log) Staged() int64 { return l.staged }
+
+// Memory is about how many bytes the log holds.
+func (l *Log) Memory() int64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return int64(cap(l.mem) + 8*cap(l.offsets) + 8*cap(l.memEnds))
+}
+
+// Page returns events from cursor on and the number of visible lines.
+func (l *Log) Page(cursor int64, budget int) (Page, int64, error) {
+	l.mu.Lock()
+	p, total := Page{Cursor: cursor}, l.count
+	if cursor >= total {
+		l.mu.Unlock()
+		p.Cursor = total
+		return p, total, nil
+	}
+	first := total - int64(len(l.memEnds)) // the first line in memory
+	if cursor < first {
+		if l.offsets == nil {
+			l.mu.Unlock()
+			p, _, err := Read(l.path, l.index, cursor, budget)
+			return p, total, err
+		}
+		defer l.mu.Unlock()
+		for p.Cursor < first && budget > 0 {
+			n, want, err := p.readWindow(l.f, l.offsets[p.Cursor:first+1], &budget)
+			if err != nil {
+				if errors.Is(err, errStale) {
+					err = fmt.Errorf("%s was changed while its execution runs", l.path)
+				}
+				return p, total, err
+			}
+			if n < want {
+				break
+			}
+		}
+		return p, total, nil
+	}
+	skip := cursor - first
+	from := start(l.memEnds, int(skip))
+	data := l.mem[from:len(l.mem):len(l.mem)]
+	ends := make([]int64, 0, min(64, int64(len(l.memEnds))-skip))
+	for _, e := range l.memEnds[skip:] {
+		ends = append(ends, e-from)
+		if e-from > int64(budget) {
+			break
+		}
+	}
+	l.mu.Unlock()
+	p.Fill(data, ends, &budget, cursor, false)
+	return p, total, nil
+}
+
+// Last is the newest visible line, without its newline, or nil.
+func (l *Log) Last() []byte {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if n := len(l.memEnds); n > 0 {
+		return l.mem[start(l.memEnds, n-1) : l.memEnds[n-1]-1 : l.memEnds[n-1]-1]
+	}
+	return nil
+}
+
+// Finish closes the file of an execution that has ended, writes its index when that
+// helps, and gives up memory that a finished one does not need. Pages can still be read.
+func (l *Log) Finish() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var err error
+	if l.f != nil {
+		if l.staged >= indexFrom {
+			err = WriteIndex(l.f, l.index, l.offsets)
+		}
+		err = errors.Join(err, l.f.Close())
+		l.f = nil
+	}
+	l.offsets = nil
+	if len(l.mem) > memoryTail {
+		l.trim()
+	}
+	return err
+}

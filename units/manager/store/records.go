@@ -1,0 +1,367 @@
+package store
+
+import (
+	"context"
+	"database/sql"
+	"database/sql/driver"
+	"encoding/json"
+	"errors"
+
+	"mypr/internal/api"
+)
+
+// Entity is one record.
+type Entity struct {
+	Seq           int64
+	ID            string
+	Kind          string
+	Client        string
+	Request       *string // nil: not de-duplicated
+	Generation    string  // "" until a kernel is chosen
+	State         string
+	Created       float64 // Unix seconds
+	Code          string
+	JournalEvents int64
+	JournalBytes  int64
+	Record
+}
+
+// Record is the part of an entity that no query looks into.
+type Record struct {
+	Connection     string         `json:"connection_id,omitempty"`
+	Started        float64        `json:"started_at,omitempty"`
+	Finished       float64        `json:"finished_at,omitempty"`
+	OutputBytes    int64          `json:"output_bytes,omitempty"` // text and artifacts
+	Truncated      bool           `json:"truncated,omitempty"`
+	Error          string         `json:"error,omitempty"`
+	ErrorTruncated bool           `json:"error_truncated,omitempty"`
+	ErrorInfo      *api.ErrorInfo `json:"error_info,omitempty"`
+	Warnings       []api.Warning  `json:"warnings,omitempty"`
+}
+
+// Generation is one kernel that there was.
+type Generation struct {
+	Seq        int64
+	Generation string
+	Started    float64
+	Acked      int64
+	Ended      float64 // 0: it may live
+	Cause      string  // Kind of the notice
+	Text       string  // of the notice
+}
+
+// Live is the state set of the index entities_live.
+const live = "state IN ('queued', 'running', 'restarting')"
+
+// Insert adds an entity and sets its Seq. It reports false, and adds nothing, when the
+// client has used the request id before.
+func (t *Tx) Insert(e *Entity) (bool, error) {
+	record, err := json.Marshal(&e.Record)
+	if err != nil {
+		return false, err
+	}
+	var request driver.Value
+	if e.Request != nil {
+		request = *e.Request
+	}
+	r, err := t.run(`INSERT INTO entities(id, kind, client, request, generation, state, created, code, record)
+		VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING`,
+		e.ID, e.Kind, e.Client, request, e.Generation, e.State, e.Created, e.Code, string(record))
+	if err != nil {
+		return false, err
+	}
+	if n, err := r.RowsAffected(); err != nil || n == 0 {
+		return false, err
+	}
+	e.Seq, err = r.LastInsertId()
+	return true, err
+}
+
+// Update stores everything of an entity that can change.
+func (t *Tx) Update(e *Entity) error {
+	record, err := json.Marshal(&e.Record)
+	if err != nil {
+		return err
+	}
+	return t.exec(`UPDATE entities SET generation = ?, state = ?, journal_events = ?, journal_bytes = ?, record = ? WHERE id = ?`,
+		e.Generation, e.State, e.JournalEvents, e.JournalBytes, string(record), e.ID)
+}
+
+// Progress stores how far the journal of an entity counts.
+func (t *Tx) Progress(id string, events, bytes int64) error {
+	return t.exec(`UPDATE entities SET journal_events = ?, journal_bytes = ? WHERE id = ?`, events, bytes, id)
+}
+
+// Log adds a line to the lifecycle log.
+func (t *Tx) Log(e *api.LogEvent) error {
+	var data driver.Value
+	if len(e.Data) > 0 {
+		raw, err := json.Marshal(e.Data)
+		if err != nil {
+			return err
+		}
+		data = string(raw)
+	}
+	return t.exec(`INSERT INTO events(time, event, kind, id, client, connection, exec, state, error, data) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+		e.Time, e.Event, e.Kind, e.ID, e.ClientID, e.ConnectionID, e.ExecID, e.State, e.Error, data)
+}
+
+// Acked stores the last kernel event that is durable.
+func (t *Tx) Acked(generation string, seq int64) error {
+	return t.exec(`UPDATE generations SET acked = ? WHERE generation = ?`, seq, generation)
+}
+
+// Begin adds a generation, or leaves the one that is there.
+func (t *Tx) Begin(generation string, at float64) error {
+	return t.exec(`INSERT INTO generations(generation, started) VALUES(?, ?) ON CONFLICT DO NOTHING`, generation, at)
+}
+
+// End closes a generation; an end that is stored already stays.
+func (t *Tx) End(generation string, at float64, cause, text string) error {
+	return t.exec(`UPDATE generations SET ended = ?, cause = ?, text = ? WHERE generation = ? AND ended IS NULL`, at, cause, text, generation)
+}
+
+// Reserve takes a logical client id for ever. It reports false when it is taken already.
+// A new client need not be told of what ended before it: told is the last generation's row.
+func (t *Tx) Reserve(id string, automatic bool, at float64) (bool, error) {
+	auto := int64(0)
+	if automatic {
+		auto = 1
+	}
+	r, err := t.run(`INSERT INTO client_ids(id, automatic, created, last_seen, told)
+		VALUES(?, ?, ?, ?, coalesce((SELECT max(seq) FROM generations WHERE ended IS NOT NULL), 0)) ON CONFLICT DO NOTHING`, id, auto, at, at)
+	if err != nil {
+		return false, err
+	}
+	n, err := r.RowsAffected()
+	return n > 0, err
+}
+
+// Seen stores when a client was last there.
+func (t *Tx) Seen(id string, at float64) error {
+	return t.exec(`UPDATE client_ids SET last_seen = ? WHERE id = ?`, at, id)
+}
+
+// Told stores up to which generation's end a client was told.
+func (t *Tx) Told(id string, generation int64) error {
+	return t.exec(`UPDATE client_ids SET told = ? WHERE id = ?`, generation, id)
+}
+
+// SetMeta stores a named value.
+func (t *Tx) SetMeta(key, value string) error {
+	return t.exec(`INSERT INTO meta(key, value) VALUES(?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value`, key, value)
+}
+
+// Send adds a message and returns its id.
+func (t *Tx) Send(from, to, text string, data json.RawMessage, replyTo *int64, at float64) (int64, error) {
+	var d, reply driver.Value
+	if len(data) > 0 {
+		d = string(data)
+	}
+	if replyTo != nil {
+		reply = *replyTo
+	}
+	r, err := t.run(`INSERT INTO messages(sender, recipient, text, data, reply_to, created) VALUES(?, ?, ?, ?, ?, ?)`, from, to, text, d, reply, at)
+	if err != nil {
+		return 0, err
+	}
+	return r.LastInsertId()
+}
+
+// The reads below see committed data and run beside the writer.
+
+const entityColumns = `seq, id, kind, client, request, generation, state, created, code, journal_events, journal_bytes, record`
+
+func scanEntity(scan func(...any) error) (*Entity, error) {
+	var e Entity
+	var record string
+	if err := scan(&e.Seq, &e.ID, &e.Kind, &e.Client, &e.Request, &e.Generation, &e.State, &e.Created, &e.Code,
+		&e.JournalEvents, &e.JournalBytes, &record); err != nil {
+		return nil, err
+	}
+	return &e, json.Unmarshal([]byte(record), &e.Record)
+}
+
+func (s *Store) entity(query string, args ...any) (*Entity, error) {
+	e, err := scanEntity(s.ro.QueryRow(query, args...).Scan)
+	if errors.Is(err, sql.ErrNoRows) {
+		return nil, nil
+	}
+	return e, err
+}
+
+// Entity is the record with this id, or nil.
+func (s *Store) Entity(id string) (*Entity, error) {
+	return s.entity(`SELECT `+entityColumns+` FROM entities WHERE id = ?`, id)
+}
+
+// ByRequest is the execution that a client submitted under a request id, or nil.
+func (s *Store) ByRequest(client, request string) (*Entity, error) {
+	return s.entity(`SELECT `+entityColumns+` FROM entities WHERE client = ? AND request = ?`, client, request)
+}
+
+func (s *Store) entities(query string, args ...any) ([]*Entity, error) {
+	rows, err := s.ro.QueryContext(context.Background(), query, args...)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var list []*Entity
+	for rows.Next() {
+		e, err := scanEntity(rows.Scan)
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, e)
+	}
+	return list, rows.Err()
+}
+
+// Live lists the entities that have not ended, in order of submission.
+func (s *Store) Live() ([]*Entity, error) {
+	return s.entities(`SELECT ` + entityColumns + ` FROM entities WHERE ` + live + ` ORDER BY seq`)
+}
+
+// History lists entities, newest first: at most limit, before the row before when that is not 0.
+func (s *Store) History(client string, limit int, before int64) ([]*Entity, error) {
+	if before <= 0 {
+		before = 1<<63 - 1
+	}
+	if client != "" {
+		return s.entities(`SELECT `+entityColumns+` FROM entities WHERE client = ? AND seq < ? ORDER BY seq DESC LIMIT ?`, client, before, limit)
+	}
+	return s.entities(`SELECT `+entityColumns+` FROM entities WHERE seq < ? ORDER BY seq DESC LIMIT ?`, before, limit)
+}
+
+// Events lists log lines in ascending order: those after a sequence number, or with
+// after < 0 the most recent ones.
+func (s *Store) Events(client string, after int64, limit int) ([]api.LogEvent, error) {
+	const columns = `seq, time, event, kind, id, client, connection, exec, state, error, data`
+	where, args := ``, []any{}
+	if client != "" {
+		where, args = `client = ? AND `, append(args, client)
+	}
+	query := `SELECT ` + columns + ` FROM events WHERE ` + where + `seq > ? ORDER BY seq LIMIT ?`
+	if after < 0 {
+		query = `SELECT * FROM (SELECT ` + columns + ` FROM events WHERE ` + where + `seq > ? ORDER BY seq DESC LIMIT ?) ORDER BY seq`
+	}
+	rows, err := s.ro.QueryContext(context.Background(), query, append(args, after, limit)...)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	list := []api.LogEvent{}
+	for rows.Next() {
+		var e api.LogEvent
+		var data sql.NullString
+		if err := rows.Scan(&e.Seq, &e.Time, &e.Event, &e.Kind, &e.ID, &e.ClientID, &e.ConnectionID, &e.ExecID, &e.State, &e.Error, &data); err != nil {
+			return nil, err
+		}
+		if data.Valid {
+			if err := json.Unmarshal([]byte(data.String), &e.Data); err != nil {
+				return nil, err
+			}
+		}
+		list = append(list, e)
+	}
+	return list, rows.Err()
+}
+
+// LastEvent is the sequence number of the newest log line.
+func (s *Store) LastEvent() (int64, error) {
+	var n int64
+	return n, s.ro.QueryRow(`SELECT coalesce(max(seq), 0) FROM events`).Scan(&n)
+}
+
+// Generations lists those after a row, oldest first.
+func (s *Store) Generations(after int64) ([]Generation, error) {
+	return s.generations(`SELECT seq, generation, started, acked, coalesce(ended, 0), cause, text FROM generations WHERE seq > ? ORDER BY seq`, after)
+}
+
+// Generation is the one with this id, or nil.
+func (s *Store) Generation(generation string) (*Generation, error) {
+	list, err := s.generations(`SELECT seq, generation, started, acked, coalesce(ended, 0), cause, text FROM generations WHERE generation = ?`, generation)
+	if err != nil || len(list) == 0 {
+		return nil, err
+	}
+	return &list[0], nil
+}
+
+func (s *Store) generations(query string, args ...any) ([]Generation, error) {
+	rows, err := s.ro.QueryContext(context.Background(), query, args...)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var list []Generation
+	for rows.Next() {
+		var g Generation
+		if err := rows.Scan(&g.Seq, &g.Generation, &g.Started, &g.Acked, &g.Ended, &g.Cause, &g.Text); err != nil {
+			return nil, err
+		}
+		list = append(list, g)
+	}
+	return list, rows.Err()
+}
+
+// Client says whether a logical client id is reserved, and up to which generation it was told.
+func (s *Store) Client(id string) (exists bool, told int64, err error) {
+	err = s.ro.QueryRow(`SELECT told FROM client_ids WHERE id = ?`, id).Scan(&told)
+	if errors.Is(err, sql.ErrNoRows) {
+		return false, 0, nil
+	}
+	return err == nil, told, err
+}
+
+// Clients is the set of reserved ids.
+func (s *Store) Clients() (map[string]bool, error) {
+	rows, err := s.ro.QueryContext(context.Background(), `SELECT id FROM client_ids`)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	set := map[string]bool{}
+	for rows.Next() {
+		var id string
+		if err := rows.Scan(&id); err != nil {
+			return nil, err
+		}
+		set[id] = true
+	}
+	return set, rows.Err()
+}
+
+// Meta is a named value, "" when it was never set.
+func (s *Store) Meta(key string) (string, error) {
+	var v string
+	err := s.ro.QueryRow(`SELECT value FROM meta WHERE key = ?`, key).Scan(&v)
+	if errors.Is(err, sql.ErrNoRows) {
+		return "", nil
+	}
+	return v, err
+}
+
+// Unacked counts the messages that a client has not acknowledged and says which is the newest.
+func (s *Store) Unacked(client string) (count int, newest int64, err error) {
+	err = s.ro.QueryRow(`SELECT count(*), coalesce(max(id), 0) FROM messages WHERE recipient = ? AND acknowledged IS NULL`, client).Scan(&count, &newest)
+	return count, newest, err
+}
+
+// Previews lists the first unacknowledged messages of a client, whole.
+func (s *Store) Previews(client string, limit int) ([]api.Preview, error) {
+	rows, err := s.ro.QueryContext(context.Background(), `SELECT id, sender, text, reply_to FROM messages
+		WHERE recipient = ? AND acknowledged IS NULL ORDER BY id LIMIT ?`, client, limit)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var list []api.Preview
+	for rows.Next() {
+		var p api.Preview
+		if err := rows.Scan(&p.ID, &p.From, &p.Text, &p.ReplyTo); err != nil {
+			return nil, err
+		}
+		list = append(list, p)
+	}
+	return list, rows.Err()
+}
