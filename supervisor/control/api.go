@@ -27,7 +27,7 @@ const (
 	MethodThaw           = "thaw"            // UnitParams -> nil
 	MethodStartTransient = "start-transient" // TransientParams (+fds) -> TransientResult (+fds)
 	MethodAttach         = "attach"          // UnitParams -> TransientResult (+fds): duplicates of the kept fds again
-	MethodRelease        = "release"         // UnitParams -> nil: drop the kept fds; unload an ended transient unit
+	MethodRelease        = "release"         // ReleaseParams -> nil: drop the kept fds; unload an ended transient unit
 	MethodResizeTTY      = "resize-tty"      // ResizeParams -> nil
 	MethodSubscribe      = "subscribe"       // SubscribeParams -> []UnitStatus; then notifications "unit" (UnitEvent)
 	MethodWait           = "wait"            // WaitParams -> UnitStatus, when the unit is inactive or failed
@@ -128,6 +128,13 @@ type (
 	// UnitParams names one unit.
 	UnitParams struct {
 		Name string `json:"name"`
+	}
+	// ReleaseParams names what is given back. With FDNames only those kept descriptors
+	// are closed and the unit stays: closing the kept end of a stdin pipe is what lets
+	// the unit see end of file once the client has closed its own.
+	ReleaseParams struct {
+		Name    string   `json:"name"`
+		FDNames []string `json:"fd_names,omitempty"`
 	}
 	// JobParams asks for a start, stop, restart or reload. The answer comes when the
 	// job has ended (started, stopped, failed, replaced by a newer job), or at once

@@ -129,9 +129,9 @@ func (c *Client) Attach(ctx context.Context, name string) (TransientResult, map[
 }
 
 // Release makes the supervisor drop the descriptors it keeps for a unit and forget
-// the unit if it is transient and has ended.
-func (c *Client) Release(ctx context.Context, name string) error {
-	return c.conn.Call(ctx, MethodRelease, UnitParams{Name: name}, nil)
+// the unit if it is transient and has ended. With fds it drops only those.
+func (c *Client) Release(ctx context.Context, name string, fds ...string) error {
+	return c.conn.Call(ctx, MethodRelease, ReleaseParams{Name: name, FDNames: fds}, nil)
 }
 
 // ResizeTTY sets the window size of a unit's pty.
