@@ -153,6 +153,9 @@ func (w *Workspace) spawn(ctx context.Context, opts StartOptions, lock *Lock) er
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.ExtraFiles = []*os.File{wr, lock.File()}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	// MCP clients leak descriptors to their servers. In a process that outlives them
+	// they would keep some pipe from ever ending. (Linux 5.11; earlier ones leak.)
+	_ = unix.CloseRange(3, uint(^uint32(0)), unix.CLOSE_RANGE_CLOEXEC)
 	err = cmd.Start()
 	wr.Close()
 	if err != nil {

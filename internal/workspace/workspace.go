@@ -162,7 +162,7 @@ func (w *Workspace) SupervisorLog() string { return filepath.Join(w.Root, "super
 // ignored is what .mypr/.gitignore must hold: everything that is made again or is
 // private. Configuration, requirements.txt, units, lib and skills stay visible to git.
 var ignored = []string{
-	"venv/", ".venv-invalid-*/", "runs/", "artifacts/", "jobs/", "ipython/", "*.json", "history.sqlite3*",
+	"venv/", ".venv-invalid-*/", "kernel/", "runs/", "artifacts/", "jobs/", "ipython/", "*.json", "history.sqlite3*",
 	"*.log", "*.lock", "browser/", "scans/", "searches/", "revisions/", "document-results/", "git/", "git-history/",
 	"rewrites/", "html-results/", "task-results/", "change-plans/", "restarts/",
 }
