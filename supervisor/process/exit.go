@@ -1,0 +1,177 @@
+package process
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// Process is one process, pinned by a pidfd so that its pid can never mean another.
+type Process struct {
+	PID       int    // in the supervisor's pid namespace
+	StartTime uint64 // clock ticks since boot, from /proc/PID/stat; 0 when it was gone too soon to read
+	fd        int
+}
+
+// Exit is how a process ended.
+type Exit struct {
+	Known    bool   `json:"known"` // false: nothing below is valid
+	Code     int    `json:"code"`  // when Signal is 0
+	Signal   int    `json:"signal,omitempty"`
+	CoreDump bool   `json:"core_dump,omitempty"`
+	CPU      uint64 `json:"cpu,omitempty"`     // microseconds, with reaped descendants; 0 when not known
+	MaxRSS   uint64 `json:"max_rss,omitempty"` // bytes; 0 when not known
+}
+
+func (e Exit) String() string {
+	switch {
+	case !e.Known:
+		return "exit status unknown"
+	case e.Signal != 0 && e.CoreDump:
+		return "dumped core on " + SignalName(e.Signal)
+	case e.Signal != 0:
+		return "killed by " + SignalName(e.Signal)
+	default:
+		return fmt.Sprintf("exit status %d", e.Code)
+	}
+}
+
+// SignalName is "SIGTERM" for 15.
+func SignalName(n int) string {
+	if s := unix.SignalName(syscall.Signal(n)); s != "" {
+		return s
+	}
+	return fmt.Sprintf("signal %d", n)
+}
+
+// Adopt pins a running process that somebody else started. A start time other than 0
+// must agree, so that a recycled pid is refused (os.ErrProcessDone).
+func Adopt(pid int, start uint64) (*Process, error) {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		if errors.Is(err, unix.ESRCH) {
+			return nil, os.ErrProcessDone
+		}
+		return nil, os.NewSyscallError("pidfd_open", err)
+	}
+	now, err := StartTime(pid)
+	if err != nil || start != 0 && now != start {
+		unix.Close(fd)
+		return nil, os.ErrProcessDone
+	}
+	return &Process{PID: pid, StartTime: now, fd: fd}, nil
+}
+
+// FromPIDFD takes over a pidfd.
+func FromPIDFD(pid int, fd int) *Process {
+	start, _ := StartTime(pid)
+	return &Process{PID: pid, StartTime: start, fd: fd}
+}
+
+// PIDFD is readable (poll: IN) once the process has ended, and hung up (HUP) once it
+// was reaped as well (Linux 6.9).
+func (p *Process) PIDFD() int { return p.fd }
+
+// Signal sends sig; os.ErrProcessDone when the process has ended and was reaped.
+func (p *Process) Signal(sig syscall.Signal) error {
+	err := unix.PidfdSendSignal(p.fd, sig, nil, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return os.ErrProcessDone
+	}
+	return os.NewSyscallError("pidfd_send_signal", err)
+}
+
+// Close drops the pidfd.
+func (p *Process) Close() {
+	if p.fd >= 0 {
+		unix.Close(p.fd)
+		p.fd = -1
+	}
+}
+
+// Progress is what Collect found.
+type Progress int
+
+// A process that is not our child may have Ended without being reaped by its parent
+// yet (Unreaped): its exit status can be learned only after that, when the pidfd
+// hangs up.
+const (
+	Running Progress = iota
+	Unreaped
+	Ended
+)
+
+// Collect reaps the process if it is a child that has ended, and says how it ended.
+// For a process that is somebody else's child it asks the kernel through the pidfd
+// (PIDFD_GET_INFO with exit information, Linux 6.15); where there is no such thing
+// the exit is not Known.
+func (p *Process) Collect() (Exit, Progress) {
+	var ws syscall.WaitStatus
+	var ru syscall.Rusage
+	for {
+		pid, err := syscall.Wait4(p.PID, &ws, syscall.WNOHANG, &ru)
+		switch {
+		case err == syscall.EINTR:
+			continue
+		case err == nil && pid == p.PID:
+			return exitOf(ws, &ru), Ended
+		case err == nil:
+			return Exit{}, Running
+		}
+		return p.foreignExit()
+	}
+}
+
+func exitOf(ws syscall.WaitStatus, ru *syscall.Rusage) Exit {
+	e := Exit{Known: true}
+	if ws.Signaled() {
+		e.Signal, e.CoreDump = int(ws.Signal()), ws.CoreDump()
+	} else {
+		e.Code = ws.ExitStatus()
+	}
+	if ru != nil {
+		e.CPU = uint64(ru.Utime.Nano()+ru.Stime.Nano()) / 1000
+		e.MaxRSS = uint64(ru.Maxrss) << 10
+	}
+	return e
+}
+
+func (p *Process) foreignExit() (Exit, Progress) {
+	poll := []unix.PollFd{{Fd: int32(p.fd), Events: unix.POLLIN}}
+	for {
+		n, err := unix.Poll(poll, 0)
+		if err == unix.EINTR {
+			continue
+		}
+		if err == nil && n == 0 {
+			return Exit{}, Running
+		}
+		break
+	}
+	if !hasExitInfo() {
+		return Exit{}, Ended
+	}
+	info := unix.PidfdInfo{Mask: unix.PIDFD_INFO_EXIT}
+	if err := unix.IoctlPidfdInfo(p.fd, &info); err == nil && info.Mask&unix.PIDFD_INFO_EXIT != 0 {
+		return exitOf(syscall.WaitStatus(info.Exit_code), nil), Ended
+	}
+	if poll[0].Revents&unix.POLLHUP != 0 {
+		return Exit{}, Ended // reaped, and the kernel kept nothing
+	}
+	return Exit{}, Unreaped
+}
+
+// hasExitInfo: the ioctl is there (6.13) and the kernel may keep exit information.
+var hasExitInfo = sync.OnceValue(func() bool {
+	fd, err := unix.PidfdOpen(os.Getpid(), 0)
+	if err != nil {
+		return false
+	}
+	defer unix.Close(fd)
+	info := unix.PidfdInfo{Mask: unix.PIDFD_INFO_PID | unix.PIDFD_INFO_EXIT}
+	return unix.IoctlPidfdInfo(fd, &info) == nil
+})

@@ -1,0 +1,168 @@
+package process
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// StartTime is field 22 of /proc/PID/stat: clock ticks since boot. With the pid it
+// names a process for the whole uptime of the machine.
+func StartTime(pid int) (uint64, error) {
+	f, err := statFields(pid)
+	if err != nil {
+		return 0, err
+	}
+	return strconv.ParseUint(string(f[19]), 10, 64)
+}
+
+// statFields are the fields of /proc/PID/stat from the third (state) on; the command
+// name before them may hold blanks and parentheses.
+func statFields(pid int) ([][]byte, error) {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		if errors.Is(err, syscall.ESRCH) || os.IsNotExist(err) {
+			return nil, os.ErrProcessDone
+		}
+		return nil, err
+	}
+	i := bytes.LastIndexByte(b, ')')
+	f := bytes.Fields(b[i+1:])
+	if i < 0 || len(f) < 20 {
+		return nil, fmt.Errorf("/proc/%d/stat: not understood", pid)
+	}
+	return f, nil
+}
+
+// Name is the command name (comm) of a process, or "?".
+func Name(pid int) string {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/comm")
+	if err != nil {
+		return "?"
+	}
+	return string(bytes.TrimSpace(b))
+}
+
+// Describe is "pid 123 (name)", for reports of what would not die.
+func Describe(pid int) string { return fmt.Sprintf("pid %d (%s)", pid, Name(pid)) }
+
+// RSS is the resident memory of a process in bytes, 0 when it is gone.
+func RSS(pid int) uint64 {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/statm")
+	if err != nil {
+		return 0
+	}
+	f := bytes.Fields(b)
+	if len(f) < 2 {
+		return 0
+	}
+	n, _ := strconv.ParseUint(string(f[1]), 10, 64)
+	return n * uint64(os.Getpagesize())
+}
+
+// CPUTime is the time used by a process, in microseconds.
+func CPUTime(pid int) uint64 {
+	f, err := statFields(pid)
+	if err != nil {
+		return 0
+	}
+	u, _ := strconv.ParseUint(string(f[11]), 10, 64)
+	s, _ := strconv.ParseUint(string(f[12]), 10, 64)
+	return (u + s) * 10_000 // USER_HZ is 100 on every Linux that Go runs on
+}
+
+// Parent is the parent's pid.
+func Parent(pid int) (int, error) {
+	f, err := statFields(pid)
+	if err != nil {
+		return 0, err
+	}
+	return strconv.Atoi(string(f[1]))
+}
+
+// Descendants lists all processes below root, without root and without zombies, in
+// no order. One pass over /proc: a tree that forks meanwhile needs another pass.
+func Descendants(root int) ([]int, error) {
+	d, err := os.Open("/proc")
+	if err != nil {
+		return nil, err
+	}
+	names, err := d.Readdirnames(-1)
+	d.Close()
+	if err != nil {
+		return nil, err
+	}
+	children := map[int][]int{}
+	zombie := map[int]bool{}
+	for _, n := range names {
+		if n[0] < '0' || n[0] > '9' {
+			continue
+		}
+		pid, err := strconv.Atoi(n)
+		if err != nil {
+			continue
+		}
+		f, err := statFields(pid)
+		if err != nil {
+			continue
+		}
+		ppid, _ := strconv.Atoi(string(f[1]))
+		children[ppid] = append(children[ppid], pid)
+		if f[0][0] == 'Z' || f[0][0] == 'X' {
+			zombie[pid] = true
+		}
+	}
+	var all []int
+	queue := children[root]
+	for len(queue) > 0 {
+		pid := queue[0]
+		queue = append(queue[1:], children[pid]...)
+		if !zombie[pid] {
+			all = append(all, pid)
+		}
+	}
+	return all, nil
+}
+
+// SetOOMScoreAdjust writes /proc/PID/oom_score_adj.
+func SetOOMScoreAdjust(pid, score int) error {
+	return os.WriteFile("/proc/"+strconv.Itoa(pid)+"/oom_score_adj", []byte(strconv.Itoa(score)), 0)
+}
+
+// BecomeSubreaper makes the calling process the parent of orphaned descendants.
+func BecomeSubreaper() error {
+	return os.NewSyscallError("prctl(PR_SET_CHILD_SUBREAPER)", unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+}
+
+// PeekZombie is the pid of a child that has ended and was not reaped, or 0. It reaps
+// nothing, so no exit status is lost.
+func PeekZombie() int {
+	for {
+		var si unix.Siginfo
+		err := unix.Waitid(unix.P_ALL, 0, &si, unix.WEXITED|unix.WNOHANG|unix.WNOWAIT, nil)
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return 0
+		}
+		// si_pid is the first member of the union, which is aligned like a pointer.
+		const off = 3*4 + (unsafe.Sizeof(uintptr(0)) - 4)
+		return int(*(*int32)(unsafe.Add(unsafe.Pointer(&si), off)))
+	}
+}
+
+// Reap takes the exit status of a child that nobody wants.
+func Reap(pid int) {
+	for {
+		if _, err := syscall.Wait4(pid, nil, syscall.WNOHANG, nil); err != syscall.EINTR {
+			return
+		}
+	}
+}

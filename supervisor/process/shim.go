@@ -1,0 +1,393 @@
+package process
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/signal"
+	"slices"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"mypr/internal/rpc"
+)
+
+// The shim (containment tier 3) is a small process per run of a unit. It is the
+// subreaper of everything that the unit starts, so no double fork and no setsid gets
+// out of its sight; it starts the unit's processes itself, reports how they ended, and
+// sweeps until the kernel says that it has no child left. It outlives a dead
+// supervisor: it goes on listening at its socket for a next one, and when the unit is
+// empty before one came, it writes what it knows to its exit file and ends.
+//
+// Protocol, over internal/rpc, supervisor to shim:
+//
+//	start  shimStart (+files)  -> shimStarted (+pidfd)
+//	state  nil                 -> ShimState
+//	pids   nil                 -> []int
+//	freeze bool                -> nil
+//	signal shimSignal          (notification)
+//	kill   nil                 (notification) kill everything, until nothing is left
+//	quit   nil                 (notification) end, once nothing is left
+//
+// and shim to supervisor: exit (ShimProcess) and empty (nil), as notifications.
+const (
+	shimMethodStart  = "start"
+	shimMethodState  = "state"
+	shimMethodPIDs   = "pids"
+	shimMethodFreeze = "freeze"
+	shimMethodSignal = "signal"
+	shimMethodKill   = "kill"
+	shimMethodQuit   = "quit"
+	shimEventExit    = "exit"
+	shimEventEmpty   = "empty"
+)
+
+type (
+	shimStart struct {
+		Tag     string  `json:"tag"`
+		Command Command `json:"command"`
+		Stdio   [3]bool `json:"stdio"` // which of the three come with the request, before Files
+	}
+	shimStarted struct {
+		PID       int    `json:"pid"`
+		StartTime uint64 `json:"start_time"`
+	}
+	shimSignal struct {
+		Signal int   `json:"signal"`
+		Except []int `json:"except,omitempty"`
+	}
+	// ShimProcess is one process that a shim started, as long as the shim lives.
+	ShimProcess struct {
+		Tag       string `json:"tag"`
+		PID       int    `json:"pid"`
+		StartTime uint64 `json:"start_time"`
+		Running   bool   `json:"running"`
+		Exit      Exit   `json:"exit,omitzero"`
+	}
+	// ShimState is all that a shim knows.
+	ShimState struct {
+		Processes []ShimProcess `json:"processes"`
+		Empty     bool          `json:"empty"`
+	}
+)
+
+// Descriptors of a shim's process.
+const (
+	shimConnFD   = 3
+	shimListenFD = 4
+)
+
+type shim struct {
+	exitFile string
+	done     chan struct{}
+
+	mu       sync.Mutex // guards the fields below, and a start against the reaper
+	procs    []*ShimProcess
+	conn     *rpc.Conn // the supervisor, or nil
+	starting int
+	sweeping bool
+	empty    bool
+	quit     bool
+	ended    bool
+}
+
+func shimMain(args []string) {
+	if len(args) != 1 {
+		os.Exit(2)
+	}
+	s := &shim{exitFile: args[0], done: make(chan struct{}), empty: true}
+	// Caught, not ignored: an ignored signal would stay ignored in what the shim starts.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP, syscall.SIGPIPE)
+	chld := make(chan os.Signal, 1)
+	signal.Notify(chld, syscall.SIGCHLD)
+	if err := BecomeSubreaper(); err != nil {
+		fmt.Fprintln(os.Stderr, "mypr-shim:", err)
+		os.Exit(1)
+	}
+	unix.CloseOnExec(shimConnFD)
+	unix.CloseOnExec(shimListenFD)
+	lf := os.NewFile(shimListenFD, "shim")
+	l, err := net.FileListener(lf)
+	lf.Close()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "mypr-shim:", err)
+		os.Exit(1)
+	}
+	ul := l.(*net.UnixListener)
+	ul.SetUnlinkOnClose(false)
+	if first, err := fileConn(os.NewFile(shimConnFD, "supervisor")); err == nil {
+		s.attach(first)
+	}
+	go func() {
+		for {
+			c, err := ul.AcceptUnix()
+			if err != nil {
+				return
+			}
+			s.attach(c)
+		}
+	}()
+	for {
+		select {
+		case <-chld:
+			s.reap()
+		case <-s.done:
+			os.Exit(0)
+		}
+	}
+}
+
+func fileConn(f *os.File) (*net.UnixConn, error) {
+	defer f.Close()
+	c, err := net.FileConn(f)
+	if err != nil {
+		return nil, err
+	}
+	u, ok := c.(*net.UnixConn)
+	if !ok {
+		c.Close()
+		return nil, errors.New("not a unix socket")
+	}
+	return u, nil
+}
+
+// attach makes c the supervisor's connection, in place of an older one.
+func (s *shim) attach(sock *net.UnixConn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c := rpc.NewConn(sock, rpc.HandlerFunc(s.handle))
+	if uid := c.Peer().UID; uid != os.Getuid() && uid != 0 {
+		c.CloseAsync()
+		return
+	}
+	if s.conn != nil {
+		s.conn.CloseAsync()
+	}
+	s.conn = c
+	go func() {
+		<-c.Done()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.conn == c {
+			s.conn = nil
+			s.maybeEnd()
+		}
+	}()
+}
+
+// maybeEnd ends the shim when there is nothing more to do. The caller holds mu.
+func (s *shim) maybeEnd() {
+	if !s.empty || s.starting > 0 || s.ended || s.conn != nil && !s.quit {
+		return
+	}
+	s.ended = true
+	if !s.quit { // nobody was there to be told
+		b, _ := json.Marshal(s.state())
+		_ = os.WriteFile(s.exitFile+".new", b, 0o600)
+		_ = os.Rename(s.exitFile+".new", s.exitFile)
+	}
+	close(s.done)
+}
+
+func (s *shim) state() ShimState {
+	st := ShimState{Empty: s.empty, Processes: []ShimProcess{}}
+	for _, p := range s.procs {
+		st.Processes = append(st.Processes, *p)
+	}
+	return st
+}
+
+func (s *shim) handle(_ context.Context, r *rpc.Request) (any, error) {
+	defer r.CloseFiles()
+	switch r.Method {
+	case shimMethodStart:
+		return s.start(r)
+	case shimMethodState:
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.state(), nil
+	case shimMethodPIDs:
+		pids, err := Descendants(os.Getpid())
+		return pids, err
+	case shimMethodFreeze:
+		var on bool
+		if err := r.Bind(&on); err != nil {
+			return nil, err
+		}
+		sig := syscall.SIGCONT
+		if on {
+			sig = syscall.SIGSTOP
+		}
+		signalTree(sig, nil)
+		return nil, nil
+	case shimMethodSignal:
+		var p shimSignal
+		if err := r.Bind(&p); err != nil {
+			return nil, err
+		}
+		signalTree(syscall.Signal(p.Signal), p.Except)
+		return nil, nil
+	case shimMethodKill:
+		s.mu.Lock()
+		s.sweeping = true
+		s.mu.Unlock()
+		s.reap()
+		return nil, nil
+	case shimMethodQuit:
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.quit = true
+		s.maybeEnd()
+		return nil, nil
+	}
+	return nil, rpc.Errorf(rpc.CodeInvalidRequest, "the shim has no method %q", r.Method)
+}
+
+func (s *shim) start(r *rpc.Request) (any, error) {
+	var p shimStart
+	if err := r.Bind(&p); err != nil {
+		return nil, err
+	}
+	c := p.Command
+	c.CgroupFD = -1
+	files := r.Files
+	for i, present := range p.Stdio {
+		if present {
+			if len(files) == 0 {
+				return nil, rpc.Errorf(rpc.CodeInvalidRequest, "descriptors are missing")
+			}
+			c.Stdio[i], files = files[0], files[1:]
+		}
+	}
+	c.Files = files
+	s.mu.Lock()
+	s.starting++
+	proc, status, err := Start(&c)
+	sp := &ShimProcess{Tag: p.Tag, Running: true}
+	if err == nil {
+		sp.PID, sp.StartTime = proc.PID, proc.StartTime
+		s.procs = append(s.procs, sp)
+		s.empty, s.sweeping = false, false
+	}
+	s.starting--
+	s.maybeEnd()
+	s.mu.Unlock()
+	if err == nil && status != nil {
+		err = ReadStatus(status)
+	}
+	if err != nil {
+		var step *StepError
+		if !errors.As(err, &step) {
+			step = &StepError{Step: "exec " + c.Path}
+			errors.As(err, &step.Errno)
+		}
+		if proc != nil {
+			proc.Close()
+		}
+		return nil, &rpc.Error{Code: "exec", Message: err.Error(), Details: map[string]any{"step": step.Step, "errno": int(step.Errno)}}
+	}
+	return rpc.Reply{Value: shimStarted{PID: proc.PID, StartTime: proc.StartTime}, Files: []*os.File{os.NewFile(uintptr(proc.fd), "pidfd")}}, nil
+}
+
+// reap collects every dead child, reports it, and sweeps on if that was asked for.
+func (s *shim) reap() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for {
+		var ws syscall.WaitStatus
+		var ru syscall.Rusage
+		pid, err := syscall.Wait4(-1, &ws, syscall.WNOHANG, &ru)
+		if err == syscall.EINTR {
+			continue
+		}
+		if err == syscall.ECHILD {
+			if !s.empty {
+				s.empty = true
+				if s.conn != nil {
+					_ = s.conn.Notify(shimEventEmpty, nil)
+				}
+			}
+			s.maybeEnd()
+			return
+		}
+		if err != nil || pid == 0 {
+			if s.sweeping {
+				sweep()
+			}
+			return
+		}
+		i := slices.IndexFunc(s.procs, func(p *ShimProcess) bool { return p.PID == pid && p.Running })
+		if i < 0 {
+			continue // an orphan
+		}
+		s.procs[i].Running, s.procs[i].Exit = false, exitOf(ws, &ru)
+		if s.conn != nil {
+			_ = s.conn.Notify(shimEventExit, s.procs[i])
+		}
+	}
+}
+
+// sweep kills all descendants. They are stopped first, in passes until no new ones turn
+// up, so that a tree that forks cannot grow faster than one pass over /proc. What
+// slips through loses its parent, becomes a child of the shim, and is met by the next
+// sweep, which the end of each child brings.
+func sweep() {
+	signalTree(syscall.SIGSTOP, nil)
+	signalTree(syscall.SIGKILL, nil)
+}
+
+// signalTree signals every descendant but those in except, in passes until one brings
+// nothing new.
+func signalTree(sig syscall.Signal, except []int) {
+	done := map[int]bool{}
+	for _, pid := range except {
+		done[pid] = true
+	}
+	self := os.Getpid()
+	for range 20 {
+		pids, err := Descendants(self)
+		if err != nil {
+			return
+		}
+		fresh := false
+		for _, pid := range pids {
+			if done[pid] {
+				continue
+			}
+			done[pid], fresh = true, true
+			// A descendant that ends becomes a zombie of ours or of its parent; its pid
+			// can be another's only after a reap by that parent, between the pass and
+			// this line. The pidfd and a second look at its ancestors close that gap.
+			fd, err := unix.PidfdOpen(pid, 0)
+			if err != nil {
+				continue
+			}
+			if isDescendant(pid, self) {
+				_ = unix.PidfdSendSignal(fd, sig, nil, 0)
+			}
+			unix.Close(fd)
+		}
+		if !fresh {
+			return
+		}
+	}
+}
+
+func isDescendant(pid, root int) bool {
+	for range 10_000 {
+		ppid, err := Parent(pid)
+		if err != nil || ppid <= 1 && ppid != root {
+			return false
+		}
+		if ppid == root {
+			return true
+		}
+		pid = ppid
+	}
+	return false
+}
