@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"strings"
 	"time"
 
 	"mypr/internal/api"
@@ -36,6 +37,16 @@ func (c *Client) shown(generation string) {
 	c.seen, c.current = generation, generation
 }
 
+// whole completes the beginning of the current generation. Anything else is left as it
+// is, for the manager to refuse.
+func (c *Client) whole(generation string) string {
+	current := c.Generation()
+	if len(generation) >= 8 && strings.HasPrefix(current, generation) {
+		return current
+	}
+	return generation
+}
+
 // Init binds this client to a logical client id, which it keeps over reconnects.
 func (c *Client) Init(ctx context.Context, p api.InitParams) (*api.InitResult, error) {
 	var res api.InitResult
@@ -54,14 +65,15 @@ func (c *Client) Init(ctx context.Context, p api.InitParams) (*api.InitResult, e
 }
 
 // Execute submits a cell, and waits for its end as long as p says. When p has no
-// request id one is made, so that the call can be sent again. progress, which may be
+// request id one is made, so that the call can be sent again. p.Generation may be
+// shortened to its first 8 digits or more, as people are shown it. progress, which may be
 // nil, is called while the call waits; it must not block.
 //
 // When ctx ends, the cell goes on; the error matches ErrNotSent when there is none.
 func (c *Client) Execute(ctx context.Context, p api.ExecuteParams, progress func(api.Progress)) (*api.ExecResult, error) {
 	made := p.RequestID == nil
 	if made {
-		id := newID()
+		id := NewID()
 		p.RequestID = &id
 	}
 	defer c.watchProgress(*p.RequestID, progress)()
@@ -71,6 +83,7 @@ func (c *Client) Execute(ctx context.Context, p api.ExecuteParams, progress func
 		params: func(spent time.Duration) any {
 			q := p
 			q.WaitMS = rest(p.WaitMS, spent)
+			q.Generation = c.whole(p.Generation)
 			return q
 		},
 	})

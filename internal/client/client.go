@@ -169,8 +169,8 @@ func (c *Client) Generation() string {
 	return c.current
 }
 
-// newID is 32 random hex digits.
-func newID() string {
+// NewID is 32 random hex digits: a connection id, or a request id.
+func NewID() string {
 	var b [16]byte
 	_, _ = rand.Read(b[:]) // never fails since Go 1.24
 	return hex.EncodeToString(b[:])
@@ -383,7 +383,7 @@ func (c *Client) attachOnce(ctx context.Context, socket string) (*link, error) {
 	if err != nil {
 		return nil, fmt.Errorf("cannot connect to the runtime at %s: %w", socket, err)
 	}
-	l := &link{conn: conn, id: newID()}
+	l := &link{conn: conn, id: NewID()}
 	if c.opts.Passive {
 		return l, nil
 	}
