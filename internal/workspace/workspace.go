@@ -56,6 +56,9 @@ func pathsIn(dir, hash string) Paths {
 	return Paths{RuntimeDir: dir, Socket: stem + ".sock", Control: stem + ".ctl", Kernel: stem + ".krn", Notify: stem + ".ntf"}
 }
 
+// Stem is what the sockets' paths have in common: each is the stem and a suffix.
+func (p Paths) Stem() string { return strings.TrimSuffix(p.Socket, filepath.Ext(p.Socket)) }
+
 // Labels that the program which embeds the supervisor gives it (control.Info.Labels),
 // so that whoever connects can tell whose supervisor it is.
 const (

@@ -158,21 +158,21 @@ func dropinDirs(name string) []string {
 }
 
 func read(d Dir, name string) (*File, error) {
-	f, err := d.FS.Open(name)
+	f := &File{Path: filepath.Join(d.Path, name)}
+	info, err := fs.Stat(d.FS, name) // before opening it: to open a FIFO would block
+	switch {
+	case err != nil:
+	case info.Mode()&fs.ModeCharDevice != 0: // a link to /dev/null is an empty file
+		return f, nil
+	case !info.Mode().IsRegular():
+		err = errors.New("it is not a regular file")
+	case info.Size() > MaxSize:
+		err = fmt.Errorf("it has %d bytes, more than %d", info.Size(), MaxSize)
+	default:
+		f.Data, err = fs.ReadFile(d.FS, name)
+	}
 	if err != nil {
-		return nil, &Error{File: filepath.Join(d.Path, name), Err: err}
+		return nil, &Error{File: f.Path, Err: err}
 	}
-	defer f.Close()
-	info, err := f.Stat()
-	if err == nil && info.IsDir() {
-		err = errors.New("it is a directory")
-	}
-	var data []byte
-	if err == nil && info.Mode()&fs.ModeDevice == 0 { // /dev/null reads as empty without reading it
-		data, err = fs.ReadFile(d.FS, name)
-	}
-	if err != nil {
-		return nil, &Error{File: filepath.Join(d.Path, name), Err: err}
-	}
-	return &File{Path: filepath.Join(d.Path, name), Data: data}, nil
+	return f, nil
 }
