@@ -1,0 +1,192 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"mypr/internal/api"
+)
+
+func TestExec(t *testing.T) {
+	s := newSession(t)
+	if out := s.ok("exec", "x = 6 * 7; x"); out != "42\n" {
+		t.Errorf("printed %q", out)
+	}
+	s.write("script.py", "print('from a file')\nx")
+	if out := s.ok("exec", "-f", "script.py"); out != "from a file\n42\n" {
+		t.Errorf("printed %q", out)
+	}
+	cmd := s.command(t.Context(), "exec")
+	cmd.Stdin = strings.NewReader("print('from stdin', x)")
+	if out, err := cmd.Output(); err != nil || string(out) != "from stdin 42\n" {
+		t.Errorf("printed %q, %v", out, err)
+	}
+	var r api.ExecResult
+	if err := json.Unmarshal([]byte(s.ok("exec", "--json", "print('a'); 'b'")), &r); err != nil || r.State != api.Succeeded {
+		t.Errorf("--json: %v, %+v", err, r)
+	}
+	// The two outputs stay apart, and the exit status is the cell's.
+	cmd = s.command(t.Context(), "exec", "import sys; print('out'); print('err', file=sys.stderr); 1 / 0")
+	var out, errOut bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errOut
+	_ = cmd.Run()
+	if cmd.ProcessState.ExitCode() != 1 || out.String() != "out\n" || !strings.HasPrefix(errOut.String(), "err\n") || !strings.Contains(errOut.String(), "ZeroDivisionError") {
+		t.Errorf("exit %d, stdout %q, stderr %q", cmd.ProcessState.ExitCode(), out.String(), errOut.String())
+	}
+	if out, code := s.cli("exec", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"); code != 3 || !strings.Contains(out, "SIGKILL") {
+		t.Errorf("a cell that kills the kernel: exit %d\n%s", code, out)
+	}
+	if out, code := s.cli("exec", "--timeout", "300ms", "import asyncio; await asyncio.sleep(60)"); code != 124 || !strings.Contains(out, "goes on as") {
+		t.Errorf("--timeout: exit %d\n%s", code, out)
+	}
+	s.ok("interrupt")
+}
+
+// Output arrives while the cell runs, and Ctrl-C stops the cell, not the session.
+func TestExecStreamsAndInterrupts(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "y = 1")
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	cmd := s.command(ctx, "exec", "import time\nprint('first', flush=True)\ntime.sleep(60)")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, 6)
+	if _, err := out.Read(buf); err != nil || string(buf) != "first\n" {
+		t.Fatalf("the first line does not come: %q, %v", buf, err)
+	}
+	start := time.Now()
+	if err := cmd.Process.Signal(syscall.SIGINT); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait()
+	if code := cmd.ProcessState.ExitCode(); code != 130 || time.Since(start) > 2*time.Second {
+		t.Errorf("exit %d after %v", code, time.Since(start))
+	}
+	if out := s.ok("exec", "y"); out != "1\n" {
+		t.Errorf("memory: %q", out)
+	}
+}
+
+func TestStatusWithoutRuntime(t *testing.T) {
+	s := newSession(t, "")
+	if err := os.Remove(s.dir + "/.mypr"); err != nil {
+		t.Fatal(err)
+	}
+	r := s.status()
+	if r.Healthy || r.ManagerAvailable || r.Workspace != s.dir || r.Problem == "" || r.Hint == "" {
+		t.Errorf("%+v", r)
+	}
+	if _, err := os.Stat(s.dir + "/.mypr"); err == nil {
+		t.Error("status wrote into the workspace")
+	}
+	for _, verb := range []string{"logs", "interrupt", "units"} {
+		if out, code := s.cli(verb); code != 1 || !strings.Contains(out, "next:") {
+			t.Errorf("%s without a runtime: exit %d\n%s", verb, code, out)
+		}
+	}
+}
+
+func TestStatusAndUnits(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "1")
+	r := s.status()
+	if !r.Healthy || r.Status == nil || r.Supervisor == nil {
+		t.Fatalf("%+v", r)
+	}
+	text := s.ok("status", "--json=false")
+	for _, want := range []string{s.dir, "healthy", "tier", "manager.service", "kernel.service", "active/running", "RESTARTS"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("status does not show %q:\n%s", want, text)
+		}
+	}
+	if strings.Contains(text, "\x1b") {
+		t.Error("colours in a pipe")
+	}
+	if out := s.ok("units", "show", "kernel"); !strings.Contains(out, `"kernel.service"`) {
+		t.Errorf("units show: %s", out)
+	}
+	if out, code := s.cli("units", "show", "nobody"); code != 1 || !strings.Contains(out, "nobody.service") {
+		t.Errorf("units show nobody: exit %d\n%s", code, out)
+	}
+	before := s.unitPID("manager.service")
+	s.ok("units", "restart", "manager")
+	if s.unitPID("manager.service") == before {
+		t.Error("the manager was not restarted")
+	}
+}
+
+func TestLogs(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "print('logged')")
+	seen := map[string]bool{}
+	for line := range strings.Lines(s.ok("logs", "--limit", "200")) {
+		var e api.LogEvent
+		if err := json.Unmarshal([]byte(line), &e); err != nil {
+			t.Fatalf("%v: %s", err, line)
+		}
+		seen[e.Event] = true
+	}
+	for _, want := range []string{"queued", "running", "output", "succeeded", "connected", "initialized", "disconnected"} {
+		if !seen[want] {
+			t.Errorf("no event %q in %v", want, seen)
+		}
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	cmd := s.command(ctx, "logs", "--follow", "--limit", "1")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	d := json.NewDecoder(out)
+	var first, e api.LogEvent
+	if err := d.Decode(&first); err != nil {
+		t.Fatal(err)
+	}
+	s.ok("exec", "--client", "follower", "1")
+	for e.Event != "succeeded" || e.ClientID != "follower" {
+		if err := d.Decode(&e); err != nil {
+			t.Fatalf("followed to %+v: %v", e, err)
+		}
+	}
+	_ = cmd.Process.Signal(syscall.SIGINT)
+	_ = cmd.Wait()
+	if code := cmd.ProcessState.ExitCode(); code != 0 {
+		t.Errorf("following ended with status %d", code)
+	}
+}
+
+func TestUsageErrors(t *testing.T) {
+	s := newSession(t, "")
+	for _, args := range [][]string{
+		{"nonsense"}, {"--nonsense"}, {"exec", "1", "2"}, {"exec", "1", "-f", "x"}, {"logs", "--limit", "0"}, {"logs", "--limit", "201"},
+		{"logs", "--limit", "x"}, {"interrupt", "a", "b"}, {"status", "x"}, {"units", "start"}, {"units", "nonsense"}, {"exec", "--timeout", "soon"},
+	} {
+		if out, code := s.cli(args...); code != 2 || !strings.HasPrefix(out, "mypr-mcp: ") {
+			t.Errorf("%q: exit %d\n%s", args, code, out)
+		}
+	}
+	for _, args := range [][]string{{}, {"help"}, {"version"}, {"version", "--json"}, {"completion", "bash"}, {"exec", "--help"}} {
+		if out, code := s.cli(args...); code != 0 || out == "" {
+			t.Errorf("%q: exit %d\n%s", args, code, out)
+		}
+	}
+	if out := s.ok("help"); strings.Contains(out, "supervise") {
+		t.Error("help shows internal verbs")
+	}
+}

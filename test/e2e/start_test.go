@@ -1,0 +1,119 @@
+package e2e
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+)
+
+// Must be seen, 1: from nothing to a result, with the default environment.
+func TestFirstStartWithIPython(t *testing.T) {
+	s := newSession(t, "")
+	f := s.serve()
+	f.init("")
+	if got := f.must("1 + 1"); got != "2" {
+		t.Errorf("1 + 1 is %s", got)
+	}
+	if got := f.must("%pwd"); !strings.Contains(got, s.dir) {
+		t.Errorf("a magic: %s", got)
+	}
+	if got := f.must("!echo from a shell"); !strings.Contains(got, "from a shell") {
+		t.Errorf("a shell escape: %s", got)
+	}
+	r := s.status()
+	if r.Status == nil || r.Status.Kernel.Mode != "ipython" || r.Status.Kernel.PlainReason != "" {
+		t.Errorf("kernel: %+v", r.Status)
+	}
+	ignored, err := os.ReadFile(filepath.Join(s.dir, ".mypr", ".gitignore"))
+	if err != nil || !strings.Contains(string(ignored), "venv/") {
+		t.Errorf(".gitignore: %q, %v", ignored, err)
+	}
+}
+
+// Must be seen, 1: without a network the kernel is plain and says why.
+func TestFirstStartOffline(t *testing.T) {
+	s := newSession(t, "")
+	var env []string
+	for _, kv := range s.env {
+		if !strings.HasPrefix(kv, "PIP_") && !strings.HasPrefix(kv, "UV_") {
+			env = append(env, kv)
+		}
+	}
+	s.env = append(env, "PIP_CONFIG_FILE=/dev/null", "PIP_INDEX_URL=http://127.0.0.1:9/simple", "PIP_RETRIES=0", "UV_DEFAULT_INDEX=http://127.0.0.1:9/simple",
+		"UV_HTTP_RETRIES=0", "XDG_CACHE_HOME="+filepath.Join(s.dir, "cache"))
+	f := s.serve()
+	r := f.tool("init", nil)
+	if f.must("1 + 1") != "2" {
+		t.Error("a plain kernel does not run cells")
+	}
+	st := s.status()
+	if st.Status == nil || st.Status.Kernel.Mode != "plain" || !strings.Contains(st.Status.Kernel.PlainReason, "could not be") {
+		t.Errorf("status says nothing of the reason: %+v", st.Status.Kernel)
+	}
+	if r.IsError {
+		t.Errorf("init: %s", r.Text)
+	}
+	again := f.tool("init", nil)
+	if !strings.Contains(again.Text, "IPython") && !strings.Contains(again.Text, "plain") {
+		t.Errorf("init says nothing of the reason: %s", again.Text)
+	}
+}
+
+// Twelve clients that start at once meet in one runtime.
+func TestConcurrentFirstStart(t *testing.T) {
+	s := newSession(t)
+	var wg sync.WaitGroup
+	pids := make([]string, 12)
+	for n := range pids {
+		wg.Go(func() {
+			ctx, cancel := context.WithTimeout(context.Background(), 2*patience)
+			defer cancel()
+			out, err := s.command(ctx, "exec", "import os; os.getpid()").CombinedOutput()
+			if err != nil {
+				t.Errorf("client %d: %v\n%s", n, err, out)
+			}
+			pids[n] = string(out)
+		})
+	}
+	wg.Wait()
+	for n, pid := range pids {
+		if pid != pids[0] {
+			t.Errorf("client %d ran in kernel %q, the first one in %q", n, pid, pids[0])
+		}
+	}
+}
+
+// A stripped environment and another way to the directory find the same runtime.
+func TestOneRuntimeFromEveryEnvironment(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "x = 'one'")
+	link := filepath.Join(filepath.Dir(s.dir), "link")
+	if err := os.Symlink(s.dir, link); err != nil {
+		t.Fatal(err)
+	}
+	if out := s.ok("-C", link, "exec", "x"); out != "'one'\n" {
+		t.Errorf("by a symlink: %q", out)
+	}
+	cmd := s.command(t.Context(), "exec", "x")
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), s.mark}
+	if out, err := cmd.CombinedOutput(); err != nil || string(out) != "'one'\n" {
+		t.Errorf("with a stripped environment: %q, %v", out, err)
+	}
+}
+
+// The runtime outlives the process group and the session of whoever started it.
+func TestRuntimeOutlivesItsStarter(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("")
+	f.must("x = 'survived'")
+	f.closed = true
+	s.kill(f.cmd.Process.Pid)
+	<-f.ended
+	if out := s.ok("exec", "x"); out != "'survived'\n" {
+		t.Errorf("%q", out)
+	}
+}
