@@ -1,0 +1,127 @@
+"""SIGINT that hits one cell and nothing else.
+
+The I/O thread aims (``aim``) and signals the main thread; Python then calls ``_on_sigint``
+there, between two instructions of whatever runs. The handler runs in the context of what
+it interrupts, so the context variable tells which cell that is, be it the cell's own
+step, a child task or a callback. KeyboardInterrupt is raised only if it is the target and
+only in code of the user: the kernel's own frames (an ``Outbox`` being changed) and the
+event loop's are let alone; ``pass_on`` or the I/O thread's next signal try again.
+"""
+
+from __future__ import annotations
+
+import _signal
+import sys
+from _thread import get_ident
+
+from .cells import RUNNING, current
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any
+
+    from .cells import Cell
+
+PACKAGE = __name__.rpartition(".")[0]
+
+
+class Request:
+    """One interrupt message of the manager, until it is answered and no longer pursued."""
+
+    __slots__ = ("answer_at", "cell", "child", "delivered", "ident", "signal_at", "signals", "until")
+
+    def __init__(self, ident: int, cell: Cell, signals: int) -> None:
+        self.ident = ident
+        self.cell = cell
+        self.signals = signals  # how many KeyboardInterrupts it may raise
+        self.delivered = 0  # how many it has raised
+        self.child = False  # the last one hit a child task or callback, not the cell's own step
+        # The I/O thread's deadlines, monotonic, 0.0 for never.
+        self.answer_at = 0.0
+        self.signal_at = 0.0
+        self.until = 0.0
+
+
+targets: tuple[Request, ...] = ()  # replaced as a whole, by the I/O thread
+_main_thread = get_ident()  # this module is imported by it
+missed = False  # a signal came while the kernel's own code ran
+
+
+class Stopping(BaseException):
+    """Raised in whatever runs when the kernel gets SIGTERM."""
+
+
+def install() -> None:
+    """Take SIGINT. On the main thread; again before each cell, as cells may take it away."""
+    if _signal.getsignal(_signal.SIGINT) is not _on_sigint:
+        _signal.signal(_signal.SIGINT, _on_sigint)
+
+
+def leave() -> None:
+    """In a forked child: signals mean what they mean in any program."""
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
+
+
+def wait(gate: Any) -> None:
+    """Acquire a lock. On the main thread an interrupt may end the wait."""
+    gate.acquire()
+
+
+def pass_on() -> None:
+    """Raise what was held back while the kernel's own code ran. Called on the way out."""
+    global missed
+    if missed and get_ident() == _main_thread:
+        missed = False
+        request = _wanted()
+        if request is not None:
+            _deliver(request)
+
+
+def _wanted() -> Request | None:
+    cell = current.get()
+    for request in targets:
+        if request.cell is cell and cell.state == RUNNING and request.delivered < request.signals:
+            return request
+    return None
+
+
+def _deliver(request: Request) -> None:
+    request.delivered += 1
+    request.cell.interrupted = True
+    task = request.cell.task
+    request.child = task is not None and sys.modules["asyncio"].current_task(task.get_loop()) is not task
+    raise KeyboardInterrupt("interrupted on request")
+
+
+def _on_sigint(number: int, frame: FrameType | None) -> None:
+    global missed
+    request = _wanted()
+    if request is None:
+        return
+    if interruptible(frame):
+        _deliver(request)
+    else:
+        missed = True
+
+
+def interruptible(frame: FrameType | None) -> bool:
+    """Whether an exception may be raised in this frame: user code, or what it called."""
+    if frame is None:
+        return False
+    if frame.f_code is wait.__code__:
+        return True  # nothing is held there, before or after
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if is_kernel(frame) or name in ("asyncio.events", "asyncio.base_events"):
+            return False
+        if not name.startswith("asyncio."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_kernel(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return isinstance(name, str) and (name == PACKAGE or name.startswith(PACKAGE + "."))

@@ -1,0 +1,568 @@
+"""Start-up, the main thread, and the life of a cell.
+
+The main thread begins without asyncio, whose import takes four bare interpreter starts:
+a cell without ``await`` runs all the same, as the first step of a coroutine that nothing
+but this module drives. The event loop is made when the kernel was idle for a moment, or
+when it is needed: by a cell that awaits, or by an ``import asyncio`` anywhere below a
+running cell, which then finds itself inside a running loop, as a task (``_make_loop``).
+From then on every cell is a task of that loop, for ever.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import select
+import sys
+from _contextvars import copy_context
+from _signal import SIGTERM, signal
+from _thread import get_ident
+from collections import deque
+
+from . import environment, errors, interrupts, streams, wire
+from .capture import CStreams, take_descriptors
+from .cells import (
+    QUEUED,
+    RUNNING,
+    Cell,
+    Program,
+    Sources,
+    compile_cell,
+    current,
+    needs_ipython,
+)
+from .display import DisplayHandle, Displays
+from .hooks import Hooks
+from .link import Link
+from .notify import Notifier
+from .outbox import Outbox
+from .turn import Turn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import asyncio
+    from types import FrameType, ModuleType
+    from typing import Any
+
+    from .environment import Settings
+    from .ipython import Shell
+
+IDLE_AFTER_START = 0.2  # seconds without a cell, then the event loop is made
+IDLE_AFTER_CELL = 0.03
+IPYTHON_AFTER = 0.15  # seconds after that, then IPython is imported
+STOP_WITHIN = 1.0  # seconds for cells to end, and again for their events to be acknowledged
+
+ENDING = "ending"  # its terminal event is being made; nothing may interrupt that
+
+
+def main() -> int:
+    """See ``__main__.main``."""
+    settings = environment.Settings()
+    if not settings.socket or not settings.generation:
+        missing = "MYPR_KERNEL_SOCKET" if not settings.socket else "INVOCATION_ID"
+        print(
+            f"mypr_kernel: {missing} is not set; the kernel is started by the manager (`mypr-mcp exec`)",
+            file=sys.stderr,
+        )
+        return 2
+    return Kernel(settings).run()
+
+
+class Kernel:
+    """The process. One per interpreter."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.pid = os.getpid()
+        environment.prepare(settings)
+        captured, self.log = take_descriptors()
+        wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._inbox_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._inbox: deque[tuple[str, Any]] = deque()
+        self.outbox = Outbox(wake_fd, *([settings.output_bytes] if settings.output_bytes else []))
+        self.turn = Turn(wake_fd)
+        notifier = Notifier()
+        self.link = Link(
+            settings.socket,
+            self._hello,
+            self._deliver,
+            self.outbox,
+            self.turn,
+            captured,
+            self.log,
+            notifier,
+            wake_fd,
+            get_ident(),
+        )
+        self.displays = Displays(self.outbox, settings.artifacts, self.log)
+        self.sources = Sources()
+        self.hooks = Hooks()
+        self.running: list[Cell] = []
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.shell: Shell | None = None
+        self.mode = "plain"
+        self.mode_reason = "IPython has not been loaded yet"
+        self._ipython_wanted = False
+        self._ipython_done: Any = None  # asyncio.Event
+        self._stand_ins: list[Any] = []
+        self._c_streams = CStreams()
+        self._exit: int | None = None
+        self._router = streams.Router(self.outbox, self.log, lambda: self.running)
+        self.namespace = self._make_namespace()
+
+    # -- set-up ----------------------------------------------------------------
+
+    def _make_namespace(self) -> dict[str, Any]:
+        """A fresh ``__main__``: what cells define can be pickled by its name."""
+        module: ModuleType = type(sys)("__main__")
+        self._own_main = sys.modules.get("__main__")  # its globals must live on
+        sys.modules["__main__"] = module
+        namespace = module.__dict__
+        namespace["__builtins__"] = builtins
+        return namespace
+
+    def _make_workspace(self) -> None:
+        from .calls import Calls
+        from .tasks import Tasks
+        from .workspace import Workspace
+
+        self.calls = Calls(self.link)
+        self.tasks = Tasks(self)
+        self.namespace["ws"] = Workspace(self.settings.workspace, self.settings.root, self.calls, self.tasks)
+
+    def _install(self) -> None:
+        router = self._router
+        sys.stdout = streams.Output(router, "stdout", 1)
+        sys.stderr = streams.Output(router, "stderr", 2)
+        sys.stdin = streams.Input()
+        sys.breakpointhook = streams.refuse_debugger
+        setattr(builtins, "display", self.display)  # noqa: B010
+        interrupts.install()
+        signal(SIGTERM, self._on_sigterm)
+        hooks = self.hooks
+        hooks.after("asyncio", self._asyncio_imported)
+        hooks.after("threading", _remember_threads)
+        hooks.after("linecache", lambda _: self.sources.publish_all())
+        hooks.after("getpass", _refuse_passwords)
+        hooks.after("matplotlib", self._matplotlib_imported)
+        hooks.install()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        """In a forked child (multiprocessing): it is no kernel."""
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            if isinstance(stream, streams.Output):
+                stream.after_fork()
+        interrupts.leave()
+
+    # -- the main thread -------------------------------------------------------
+
+    def run(self) -> int:
+        """Run until told to stop; the exit status."""
+        self._install()
+        self._make_workspace()
+        self.link.start()
+        self._run_without_loop()
+        loop = self.loop
+        while self._exit is None and loop is not None:
+            try:
+                loop.run_forever()
+            except (KeyboardInterrupt, SystemExit, interrupts.Stopping):
+                # Of a child task or callback; its cell has been told. The loop goes on.
+                continue
+        return self._leave()
+
+    def _run_without_loop(self) -> None:
+        poll = select.poll()
+        poll.register(self._inbox_fd, select.POLLIN)
+        patience = IDLE_AFTER_START
+        while self.loop is None and self._exit is None:
+            self.turn.end()
+            ready = poll.poll(int(patience * 1000))
+            self.turn.begin()
+            if not ready:
+                self._make_loop()
+            elif self._take_inbox():
+                patience = IDLE_AFTER_CELL
+
+    def _deliver(self, kind: str, value: Any) -> None:
+        """Called by the I/O thread: pass something to the main thread."""
+        self._inbox.append((kind, value))
+        os.eventfd_write(self._inbox_fd, 1)
+
+    def _take_inbox(self) -> bool:
+        """Handle what the I/O thread passed on. Whether there was a cell."""
+        try:
+            os.eventfd_read(self._inbox_fd)
+        except BlockingIOError:
+            pass
+        cells = False
+        while self._inbox:
+            kind, value = self._inbox.popleft()
+            if kind == "execute":
+                cells = True
+                self._submit(value)
+            elif kind == "interrupt":
+                self._interrupt(value)
+            elif kind == "result":
+                self.calls.answered(*value)
+            elif kind == "ipython":
+                self._ipython_loaded(*value)
+            elif kind == "exit":
+                self._stop(value)
+            # welcome: nothing to do here
+        if self._exit is not None and self.loop is not None:
+            self.loop.stop()
+        return cells
+
+    def _make_loop(self) -> None:
+        """Import asyncio and enter the event loop; no-op once there is one."""
+        if self.loop is None:
+            import asyncio  # noqa: F401  (the hook does the rest)
+
+            if self.loop is None:
+                self._asyncio_imported(sys.modules["asyncio"])
+
+    def _asyncio_imported(self, _: Any) -> None:
+        """asyncio was just imported: make the loop.
+
+        If a cell's first step did it (the loop is not running yet), make it a task of that
+        loop at once: what follows in the cell may call create_task or current_task.
+        """
+        if self.loop is not None or get_ident() != self._router.main_thread:
+            return
+        import asyncio
+
+        from . import loop as loops
+
+        self.loop = loop = loops.make(self.turn, self.log)
+        loop.add_reader(self._inbox_fd, self._take_inbox)
+        loop.call_later(IPYTHON_AFTER, self.load_ipython)
+        cell = current.get()
+        if cell is not None and cell.state == RUNNING:
+            done = loop.create_future()
+            cell.task = task = loop.create_task(loops.stand_in(done), name=f"cell {cell.exec_id}")
+            self._stand_ins.append((task, done))
+            asyncio._set_running_loop(loop)
+            asyncio.tasks._enter_task(loop, task)
+
+    # -- cells -----------------------------------------------------------------
+
+    def _submit(self, cell: Cell) -> None:
+        context = copy_context()
+        context.run(current.set, cell)
+        if self.loop is None:
+            program = self._compile_early(cell)
+            if program is not None:
+                self._run_first(cell, program, context)
+                return
+            self._make_loop()
+        assert self.loop is not None
+        coroutine = self.run_cell(cell, None)
+        name = f"cell {cell.exec_id}"
+        if sys.version_info >= (3, 11):
+            cell.task = self.loop.create_task(coroutine, name=name, context=context)
+        else:
+            cell.task = context.run(self.loop.create_task, coroutine, name=name)
+
+    def _compile_early(self, cell: Cell) -> Program | None:
+        """The program of a cell that can run without a loop, None for one that cannot."""
+        try:
+            program = compile_cell(cell.code, cell.filename)
+        except Exception:
+            return None
+        return None if program.is_async or "get_ipython" in cell.code else program
+
+    def _run_first(self, cell: Cell, program: Program, context: Any) -> None:
+        """Run a cell that never awaits, before there is a loop."""
+        try:
+            context.run(self.run_cell(cell, program).send, None)
+        except StopIteration:
+            pass
+        for task, done in self._stand_ins:
+            import asyncio
+
+            asyncio.tasks._leave_task(task.get_loop(), task)
+            asyncio._set_running_loop(None)
+            done.set_result(None)
+        self._stand_ins.clear()
+
+    async def run_cell(self, cell: Cell, program: Program | None) -> None:
+        """The whole life of a cell. Ends in exactly one terminal event; raises nothing."""
+        with self.outbox.lock:
+            begins = cell.state == QUEUED
+            if begins:
+                cell.state = RUNNING
+        if not begins:
+            return  # an interrupt took it out of the queue
+        interrupts.install()
+        self.link.settle()
+        self.running.append(cell)
+        self.outbox.state(cell, {"event": "state", "state": RUNNING}, False)
+        fields: dict[str, Any]
+        try:
+            if program is None:
+                program = await self._compile(cell)
+            else:
+                self._keep_source(cell, cell.code, program)
+            value = None
+            if program.body is not None:
+                if program.body.co_flags & 0x80:
+                    await eval(program.body, self.namespace)
+                else:
+                    exec(program.body, self.namespace)
+            if program.last is not None:
+                value = eval(program.last, self.namespace)
+                if program.last.co_flags & 0x80:
+                    value = await value
+                if value is not None and not program.silent:
+                    self._remember(value)
+                    self.displays.show(value, result=True)
+                value = None
+            self._show_figures(cell)
+            cell.state = ENDING
+            fields = {"state": "succeeded"}
+        except BaseException as e:
+            cell.state = ENDING
+            if isinstance(e, GeneratorExit):
+                raise
+            fields = self._failure(cell, e)
+        if os.getpid() != self.pid:
+            os._exit(0)  # a forked child came out of the cell's code
+        self._c_streams.flush()
+        self.link.settle()
+        cell.state = fields["state"]
+        self.outbox.state(cell, {"event": "state", **fields}, True)
+        self.running.remove(cell)
+        cell.release()
+
+    async def _compile(self, cell: Cell) -> Program:
+        try:
+            program = compile_cell(cell.code, cell.filename)
+        except SyntaxError as e:
+            translated = await self._translate(cell, e)
+            program = compile_cell(translated, cell.filename)
+            self._keep_source(cell, translated, program)
+            return program
+        if "get_ipython" in cell.code:
+            await self._wait_for_ipython()
+        self._keep_source(cell, cell.code, program)
+        return program
+
+    async def _translate(self, cell: Cell, error: SyntaxError) -> str:
+        """Python for code that is none, by IPython's rules; raises ``error`` if it has none."""
+        code = cell.code
+        if needs_ipython(code):
+            await self._wait_for_ipython()
+            if self.shell is None:
+                raise SyntaxError(
+                    f"this cell uses IPython syntax (%magic, !command or ?help), and IPython is not available: "
+                    f"{self.mode_reason}",
+                    (cell.filename, error.lineno, error.offset, error.text),
+                ) from None
+        if self.shell is not None:
+            return self.shell.translate(code)
+        if code[:1] in (" ", "\t", "\n"):
+            import textwrap
+
+            dedented = textwrap.dedent(code)
+            if dedented != code:
+                return dedented
+        raise error
+
+    def _keep_source(self, cell: Cell, code: str, program: Program) -> None:
+        self.sources.add(cell.filename, code)
+
+    def _remember(self, value: object) -> None:
+        """``_`` is the last result shown, unless a cell has made the name its own."""
+        namespace = self.namespace
+        if "_" not in namespace or namespace["_"] is self._last:
+            namespace["_"] = self._last = value
+
+    _last: object = None
+
+    def _failure(self, cell: Cell, error: BaseException) -> dict[str, Any]:
+        """Send what is to be told of the exception; the fields of the terminal event."""
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return {"state": "succeeded"}
+        asyncio = sys.modules.get("asyncio")
+        cancelled = asyncio is not None and isinstance(error, asyncio.CancelledError)
+        fields = errors.summary(error)
+        fields["state"] = "failed"
+        stopped = isinstance(error, interrupts.Stopping)
+        if cancelled or stopped or (isinstance(error, KeyboardInterrupt) and cell.interrupted):
+            reason = cell.reason or ("interrupted on request" if cell.interrupted else "")
+            if stopped:
+                reason = "the kernel was told to stop"
+            kind = "CancelledError" if cancelled else "KeyboardInterrupt"
+            fields = {
+                "state": "cancelled",
+                "error": f"{kind}: {reason}" if reason else kind,
+                "error_info": {"code": "cancelled", "type": kind, "message": reason or "cancelled"},
+            }
+        try:
+            own = isinstance(error, SyntaxError) and error.filename == cell.filename
+            text = errors.traceback_text(error, own_syntax=own and _of_compile(error))
+        except Exception as e:
+            text = (
+                f"{fields.get('error', '')}\n(the traceback cannot be shown: {errors.summary(e)['error']})\n"
+            )
+        self.outbox.event(cell, {"event": "error", "text": text}, len(text))
+        return fields
+
+    def _show_figures(self, cell: Cell) -> None:
+        mpl = sys.modules.get("mypr_kernel.mpl")
+        if mpl is not None:
+            mpl.flush(cell)
+
+    # -- interrupts and the end ------------------------------------------------
+
+    def _interrupt(self, request: interrupts.Request) -> None:
+        """An interrupt arrived and the loop turns: the cell awaits, or has been hit."""
+        cell = request.cell
+        if cell.state != RUNNING or cell.task is None:
+            return
+        if request.delivered and not request.child:
+            return  # KeyboardInterrupt was raised in it, and it goes on: its choice
+        cell.interrupted = True
+        cell.task.cancel()
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._deliver("exit", 0)
+        cell = current.get()
+        if cell is not None and cell.state == RUNNING and interrupts.interruptible(frame):
+            raise interrupts.Stopping
+
+    def _stop(self, status: int) -> None:
+        self._exit = status
+
+    def _leave(self) -> int:
+        """The orderly end: cells are cancelled, their events delivered, atexit run."""
+        loop = self.loop
+        status = self._exit or 0
+        for kind, value in self._inbox:
+            if kind == "execute":
+                self._cancelled(value)
+        tasks = [c.task for c in self.running if c.task is not None]
+        for cell in self.running:
+            cell.reason = "the kernel was told to stop"
+        for task in tasks:
+            task.cancel()
+        if tasks and loop is not None:
+            import asyncio
+
+            try:
+                loop.run_until_complete(asyncio.wait(tasks, timeout=STOP_WITHIN))
+            except BaseException:
+                pass
+        for cell in list(self.running):
+            self._cancelled(cell)
+        if status == 0:
+            self.link.finish(STOP_WITHIN)
+        try:
+            import atexit
+
+            atexit._run_exitfuncs()
+        except BaseException as e:
+            self.log.line(f"atexit: {errors.summary(e)['error']}")
+        # Not a normal finalization: that waits for threads that cells have left.
+        os._exit(status)
+
+    def _cancelled(self, cell: Cell) -> None:
+        reason = "the kernel was told to stop"
+        self.outbox.state(
+            cell,
+            {
+                "event": "state",
+                "state": "cancelled",
+                "error": f"CancelledError: {reason}",
+                "error_info": {"code": "cancelled", "type": "CancelledError", "message": reason},
+            },
+            True,
+        )
+
+    # -- what cells see --------------------------------------------------------
+
+    def display(
+        self,
+        *values: object,
+        display_id: str | bool | None = None,
+        raw: bool = False,
+        update: bool = False,
+        **_: Any,
+    ) -> DisplayHandle | None:
+        """Show objects richly: images and the like become files that the client is told of.
+
+        ``display_id`` (a name, or True for a generated one) lets a later call replace what
+        is shown; the handle that is returned then does that. ``raw``: the values are
+        mappings from mime type to data.
+        """
+        ident = os.urandom(8).hex() if display_id is True else str(display_id or "")
+        cell = current.get()
+        for value in values:
+            if raw and isinstance(value, dict) and cell is not None:
+                self.displays.publish(cell, value, display_id=ident, update=update)
+            else:
+                self.displays.show(value, display_id=ident, update=update)
+        return DisplayHandle(self.displays.show, ident) if ident else None
+
+    def _matplotlib_imported(self, matplotlib: Any) -> None:
+        if "MPLBACKEND" not in os.environ:
+            # Not by that variable: what cells start would inherit it.
+            matplotlib.use("module://mypr_kernel.mpl")
+
+    # -- IPython ---------------------------------------------------------------
+
+    def _hello(self) -> dict[str, Any]:
+        version = ".".join(map(str, sys.version_info[:3]))
+        return {
+            "type": "hello",
+            "protocol": wire.PROTOCOL,
+            "generation": self.settings.generation,
+            "pid": self.pid,
+            "python": version,
+            "implementation": {"cpython": "CPython", "pypy": "PyPy"}.get(
+                sys.implementation.name, sys.implementation.name
+            ),
+            "executable": sys.executable,
+            "mode": self.mode,
+            "mode_reason": self.mode_reason,
+        }
+
+    def load_ipython(self) -> None:
+        """Start importing IPython in a thread of its own; once."""
+
+    async def _wait_for_ipython(self) -> None:
+        """Return when IPython is loaded, or will not be."""
+
+    def _ipython_loaded(self, shell: Shell | None, reason: str) -> None:
+        """The thread is done."""
+
+
+def _of_compile(error: SyntaxError) -> bool:
+    """Whether no user code ran: the cell itself did not compile."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if not interrupts.is_kernel(traceback.tb_frame):
+            return False
+        traceback = traceback.tb_next
+    return True
+
+
+def _remember_threads(threading: Any) -> None:
+    """Threads remember the cell that starts them."""
+    start = threading.Thread.start
+
+    def start_in_cell(self: Any) -> None:
+        cell = current.get()
+        if cell is not None:
+            self._mypr_cell = cell
+        start(self)
+
+    start_in_cell.__wrapped__ = start  # type: ignore[attr-defined]
+    start_in_cell.__doc__ = start.__doc__
+    threading.Thread.start = start_in_cell
+
+
+def _refuse_passwords(getpass: Any) -> None:
+    getpass.getpass = streams.refuse_password

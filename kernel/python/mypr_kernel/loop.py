@@ -1,0 +1,100 @@
+"""The event loop: asyncio's, with a look at when it waits and whose executor work it is."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import sys
+from _thread import get_ident
+
+from .cells import Cell, current
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from .capture import Log
+    from .turn import Turn
+
+
+class Selector(selectors.EpollSelector):
+    """Tells the I/O thread when the loop waits and when it works."""
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__()
+        self._turn = turn
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._turn.end()
+        try:
+            return super().select(timeout)
+        finally:
+            self._turn.begin()
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """asyncio's loop; what goes to the default executor prints into the cell that sent it."""
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        cell = current.get()
+        if cell is not None:
+            func = _Attributed(cell, func)
+        return super().run_in_executor(executor, func, *args)
+
+
+class _Attributed:
+    """A function that a pool's thread runs for a cell: the thread is that cell's meanwhile."""
+
+    __slots__ = ("_cell", "_func")
+
+    def __init__(self, cell: Cell, func: Callable[..., Any]) -> None:
+        self._cell = cell
+        self._func = func
+
+    def __call__(self, *args: Any) -> Any:
+        threading = sys.modules["threading"]
+        thread = threading._active.get(get_ident())
+        before = getattr(thread, "_mypr_cell", None)
+        if thread is not None:
+            thread._mypr_cell = self._cell
+        try:
+            return self._func(*args)
+        finally:
+            if thread is not None:
+                thread._mypr_cell = before
+
+
+def make(turn: Turn, log: Log) -> Loop:
+    """The loop of the main thread."""
+    loop = Loop(Selector(turn))
+
+    def on_exception(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # Not through logging, which would print into whatever cell happens to run.
+        from . import errors
+
+        error = context.get("exception")
+        text = str(context.get("message", ""))
+        if error is not None:
+            text += "\n" + errors.traceback_text(error)
+        future = context.get("task") or context.get("future")
+        owner = None
+        if isinstance(future, asyncio.Task) and sys.version_info >= (3, 12):
+            owner = future.get_context().get(current)
+        if owner is not None and not owner.ended:
+            token = current.set(owner)
+            try:
+                sys.stderr.write(text.rstrip() + "\n")
+            finally:
+                current.reset(token)
+        else:
+            log.line(text.rstrip())
+
+    loop.set_exception_handler(on_exception)
+    asyncio.set_event_loop(loop)
+    return loop
+
+
+async def stand_in(done: asyncio.Future[None]) -> None:
+    """The task of a cell that was running before there was a loop."""
+    await done

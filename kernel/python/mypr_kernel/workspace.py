@@ -1,0 +1,114 @@
+"""``ws``: the workspace as cells see it.
+
+Thin on purpose: what is not Python is done by the manager and asked for with ``call``.
+"""
+
+from __future__ import annotations
+
+from .calls import RPCError
+from .cells import Cell, current
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any, NoReturn
+
+    from .calls import Calls
+    from .tasks import Tasks
+
+
+class Client:
+    """Who submitted the running cell. Child tasks and threads are its cell's."""
+
+    @property
+    def id(self) -> str:
+        """The logical client id, "" outside of a cell."""
+        cell = current.get()
+        return cell.client_id if cell else ""
+
+    @property
+    def connection_id(self) -> str:
+        """The connection over which the cell came, 32 hex digits."""
+        cell = current.get()
+        return cell.connection_id if cell else ""
+
+    def __repr__(self) -> str:
+        return f"<client {self.id or '(none)'}>"
+
+
+class Workspace:
+    """The API that every cell finds as ``ws``."""
+
+    def __init__(self, workspace: str, root: str, calls: Calls, tasks: Tasks) -> None:
+        self._workspace = workspace
+        self._root = root
+        self._calls = calls
+        self._locals: dict[str, dict[str, Any]] = {}
+        self.client = Client()
+        self.tasks = tasks
+
+    @property
+    def workspace(self) -> Path:
+        """The workspace directory, wherever the process is now."""
+        from pathlib import Path
+
+        return Path(self._workspace)
+
+    @property
+    def root(self) -> Path:
+        """``.mypr``, where the runtime keeps its files."""
+        from pathlib import Path
+
+        return Path(self._root)
+
+    @property
+    def local(self) -> dict[str, Any]:
+        """The dictionary of the calling client. It lives as long as the kernel."""
+        return self._locals.setdefault(self.client.id, {})
+
+    async def status(self, detail: bool = False) -> dict[str, Any]:
+        """The manager's view: health, generation, connections, active and queued executions."""
+        result: dict[str, Any] = await self.call("status", {"detail": detail}, idempotent=True)
+        return result
+
+    async def reset(self, force: bool = False) -> NoReturn:
+        """Replace the Python process: all memory of all clients is lost, files remain.
+
+        Refused with RPCError ``active_work`` while other cells or jobs are active, unless
+        ``force`` cancels them. Does not return: the cell's end tells how it went.
+        """
+        await self._leave("reset", {"force": force})
+
+    async def restart(self, force: bool = False, keep_kernel: bool = False) -> None:
+        """Replace the manager and, unless ``keep_kernel``, the Python process.
+
+        Refused as reset is. Returns only with ``keep_kernel``, once a new manager is there.
+        """
+        try:
+            await self._leave("restart", {"force": force, "keep_kernel": keep_kernel})
+        except RPCError as e:
+            # That the manager went away is what was asked for.
+            if not keep_kernel or e.code != "outcome_unknown":
+                raise
+
+    async def call(self, method: str, params: dict[str, Any], idempotent: bool = False) -> Any:
+        """Ask the manager by the method's name. For what has no function of its own here."""
+        return await self._calls.request(method, params, idempotent)
+
+    async def _leave(self, method: str, params: dict[str, Any]) -> NoReturn:
+        import asyncio
+
+        cell: Cell | None = current.get()
+        if cell is None or cell.task is not asyncio.current_task():
+            raise RPCError(
+                f"ws.{method}() works only directly in a foreground cell, not in a task that one started",
+                "invalid_request",
+                method,
+                f"submit a cell with `await ws.{method}()` of its own",
+            )
+        await self.call(method, params)
+        await asyncio.get_running_loop().create_future()  # until the process is stopped
+        raise AssertionError
+
+    def __repr__(self) -> str:
+        return f"<workspace {self._workspace}>"
