@@ -129,7 +129,7 @@ func TestFirstStartInstallsIPythonAndTheSecondStartsNothing(t *testing.T) {
 func TestSourcesAreCompiledOnce(t *testing.T) {
 	w := newWorkspace(t, true)
 	l := w.prepare(t)
-	dir := filepath.Dir(l.Args[1])
+	dir := filepath.Dir(script(l))
 	pyc, _ := filepath.Glob(filepath.Join(dir, "mypr_kernel", "__pycache__", "*.pyc"))
 	if len(pyc) == 0 {
 		t.Fatalf("no byte code below %s", dir)
@@ -239,6 +239,9 @@ func TestBrokenEnvironmentIsMovedAside(t *testing.T) {
 		})
 	}
 }
+
+// script is the launch script of the kernel.
+func script(l *Launch) string { return l.Args[len(l.Args)-1] }
 
 func relink(t *testing.T, w *workspace, target string) {
 	t.Helper()
@@ -447,7 +450,7 @@ func TestCacheOfAnotherIsNotUsed(t *testing.T) {
 		t.Fatal(err)
 	}
 	l := w.prepare(t)
-	if !strings.HasPrefix(l.Args[1], filepath.Join(w.Root, "kernel")+"/") {
-		t.Errorf("sources in %s, a directory that others can write", l.Args[1])
+	if !strings.HasPrefix(script(l), filepath.Join(w.Root, "kernel")+"/") {
+		t.Errorf("sources in %s, a directory that others can write", script(l))
 	}
 }

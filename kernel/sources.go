@@ -21,21 +21,21 @@ import (
 var embedded embed.FS
 
 // launchScript starts the kernel. A script starts up to 3 ms faster than "-m" (which
-// imports runpy) and needs no PYTHONPATH, which every child of a cell would inherit.
-// The package finds its own modules by its __path__, so the directory can leave
-// sys.path for what an interactive interpreter has there. The guard is for
-// multiprocessing's spawn, which imports the main script again in each child.
+// imports runpy), needs no PYTHONPATH, which every child of a cell would inherit, and
+// leaves the workspace off sys.path until the kernel has its own imports behind it: a
+// select.py of the user must not break it. The guard is for multiprocessing's spawn,
+// which imports the main script again in each child.
 const launchScript = `import sys
 
 if __name__ == "__main__":
     from mypr_kernel.__main__ import main
 
-    sys.path[0] = ""
     sys.exit(main())
 `
 
+// launchArgs: "-u" spares the kernel a flush of libc's stdout after each cell.
 func launchArgs(sources string) []string {
-	return []string{filepath.Join(sources, "launch.py")}
+	return []string{"-u", filepath.Join(sources, "launch.py")}
 }
 
 type sourceFile struct {
