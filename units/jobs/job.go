@@ -1,0 +1,492 @@
+package jobs
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"mypr/internal/api"
+	"mypr/internal/rpc"
+	"mypr/supervisor/control"
+	"mypr/supervisor/spec"
+)
+
+// job is one job of this manager, or one that was read from disk to be looked at.
+type job struct {
+	s       *Service
+	id      string
+	created float64
+	out     *output
+	started chan struct{} // closed when the supervisor has answered the start
+	over    chan struct{} // closed when the state is terminal
+	pumps   sync.WaitGroup
+	writing chan struct{} // a token: one write at a time
+
+	mu      sync.Mutex // guards the fields below
+	st      Status
+	stdin   *os.File // nil: none, or closed
+	pty     *os.File
+	readers []*os.File // what the pumps read; pty is one of them
+	logged  int64      // of the output: up to where the log knows
+	logging bool       // a log line is being written
+	unsaved bool       // the disk refused the end of it
+}
+
+func newJob(s *Service, st Status) *job {
+	return &job{
+		s: s, id: st.ID, created: st.CreatedAt, st: st, out: newOutput(s.path(st.ID, ""), s.o.OutputBytes),
+		started: make(chan struct{}), over: make(chan struct{}), writing: make(chan struct{}, 1),
+	}
+}
+
+func (j *job) ended() bool {
+	select {
+	case <-j.over:
+		return true
+	default:
+		return false
+	}
+}
+
+func (j *job) isUnsaved() bool {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.unsaved
+}
+
+// status is a copy with what the output says.
+func (j *job) status() Status {
+	size, dropped, unsaved, failure := j.out.stats()
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	st := j.st
+	st.Warnings = append([]api.Warning(nil), st.Warnings...)
+	st.OutputBytes, st.OutputDropped, st.OutputUnsaved = size, dropped, unsaved
+	st.Truncated = st.Truncated || dropped > 0 || unsaved > 0
+	if failure != nil {
+		st.warn("output_not_saved", fmt.Sprintf("the output could not be kept from byte %d on (%d bytes are lost): %v", size, unsaved, failure))
+	}
+	return st
+}
+
+// supervisor calls f with a connection, again and again while connections end under it.
+// It is for calls that may be repeated.
+func (s *Service) supervisor(ctx context.Context, f func(Supervisor) error) error {
+	for {
+		sup, err := s.o.Supervisor(ctx)
+		if err != nil {
+			return err
+		}
+		if err = f(sup); !errors.Is(err, rpc.ErrClosed) || ctx.Err() != nil {
+			return err
+		}
+	}
+}
+
+// launch starts the unit. When the connection ended before the answer, the unit is
+// looked for and never started a second time.
+func (j *job) launch(u *spec.Unit, p *startParams) (err error) {
+	defer close(j.started)
+	params := control.TransientParams{Unit: u}
+	var files []*os.File
+	if p.Input != nil && !p.PTY {
+		f, err := inputFile(*p.Input)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		params.FDNames, files = []string{inputName}, []*os.File{f}
+	}
+	ctx := j.s.ctx
+	sup, err := j.s.o.Supervisor(ctx)
+	if err != nil {
+		return err
+	}
+	r, ends, err := sup.StartTransient(ctx, params, files...)
+	if errors.Is(err, rpc.ErrClosed) {
+		err = j.s.supervisor(ctx, func(sup Supervisor) (err error) {
+			r, ends, err = sup.Attach(ctx, u.Name)
+			return err
+		})
+		if rpc.CodeOf(err) == rpc.CodeNotFound {
+			return rpc.Errorf(CodeStart, "the supervisor ended while it was asked to start the command; it does not know it now, so the command did not begin or ended unseen")
+		}
+	}
+	if err != nil {
+		return err
+	}
+	if startFailed(&r) {
+		closeFiles(ends)
+		reason := r.Unit.Error
+		if reason == "" {
+			reason = r.Unit.Result
+		}
+		return rpc.Errorf(CodeStart, "the command could not be started: %s", reason)
+	}
+	return j.connect(&r.Unit, ends)
+}
+
+// connect takes the ends of the pipes or the terminal and starts the pumps.
+func (j *job) connect(u *control.UnitStatus, ends map[string]*os.File) error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.st.Invocation, j.st.PID = u.InvocationID, u.MainPID
+	var errs []error
+	for name, f := range ends {
+		f, err := own(f, name)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		switch name {
+		case "stdin":
+			if !j.st.Stdin { // it was closed
+				f.Close()
+				continue
+			}
+			j.stdin = f
+		case "stdout", "stderr", "pty":
+			if name == "pty" {
+				j.pty = f
+			}
+			j.readers = append(j.readers, f)
+			j.pumps.Add(1)
+			go j.pump(f, name == stderr, name == "pty")
+		default:
+			f.Close()
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// own makes a descriptor that Go's poller waits on. The flag O_NONBLOCK is shared with
+// the duplicate that the supervisor keeps, which nobody reads.
+func own(f *os.File, name string) (*os.File, error) {
+	defer f.Close()
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	fd := -1
+	var derr error
+	if err := raw.Control(func(old uintptr) { fd, derr = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); err != nil {
+		return nil, err
+	}
+	if derr != nil {
+		return nil, os.NewSyscallError("dup", derr)
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		unix.Close(fd)
+		return nil, err
+	}
+	return os.NewFile(uintptr(fd), name), nil
+}
+
+func closeFiles(files map[string]*os.File) {
+	for _, f := range files {
+		f.Close()
+	}
+}
+
+// lastDrain bounds what is read of a pipe after the job is over: more than a pipe can
+// hold (pipe-max-size) comes from somebody who left the cgroup and has no end.
+const lastDrain = 4 << 20
+
+// pump moves one stream into the output until its end, or until the deadline that
+// stopPumps sets.
+func (j *job) pump(f *os.File, isErr, tty bool) {
+	defer j.pumps.Done()
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return
+	}
+	end := false
+	err = raw.Read(func(fd uintptr) bool {
+		for n := 0; j.s.ctx.Err() == nil; {
+			if n, end = j.out.take(int(fd), isErr, tty); n == 0 {
+				return end
+			}
+			j.logOutput()
+		}
+		return true
+	})
+	if err == nil || end || j.s.ctx.Err() != nil {
+		return
+	}
+	_ = raw.Control(func(fd uintptr) {
+		for total := 0; total < lastDrain; {
+			n, end := j.out.take(int(fd), isErr, tty)
+			if n == 0 || end {
+				return
+			}
+			total += n
+		}
+	})
+	j.logOutput()
+}
+
+// stopPumps lets the pumps take what is there and end, and closes everything.
+func (j *job) stopPumps() {
+	j.mu.Lock()
+	readers, stdin := j.readers, j.stdin
+	j.mu.Unlock()
+	for _, f := range readers {
+		_ = f.SetReadDeadline(time.Unix(1, 0))
+	}
+	j.pumps.Wait()
+	for _, f := range readers {
+		f.Close()
+	}
+	if stdin != nil {
+		stdin.Close()
+	}
+	_ = j.out.close() // every write to it was checked
+	j.mu.Lock()
+	j.readers, j.stdin, j.pty = nil, nil, nil
+	j.mu.Unlock()
+}
+
+// logOutput tells the log of new output, one line at a time: while one is being
+// written, what comes meanwhile goes into the next.
+func (j *job) logOutput() {
+	size, _, _, _ := j.out.stats()
+	j.mu.Lock()
+	if j.logging || size == j.logged {
+		j.mu.Unlock()
+		return
+	}
+	from := j.logged
+	j.logged, j.logging = size, true
+	e := j.event("output", map[string]any{"from": from, "to": size})
+	j.mu.Unlock()
+	j.s.o.History.Output(e, func() {
+		j.mu.Lock()
+		j.logging = false
+		j.mu.Unlock()
+		j.logOutput()
+	})
+}
+
+// event runs with mu held.
+func (j *job) event(name string, data map[string]any) *api.LogEvent {
+	return &api.LogEvent{
+		Time: now(), Event: name, Kind: j.st.Kind, ID: j.id, ClientID: j.st.ClientID, ConnectionID: j.st.ConnectionID,
+		ExecID: j.st.ExecID, State: j.st.State, Error: j.st.Error, Data: data,
+	}
+}
+
+// watch waits for the end of the unit.
+func (j *job) watch() {
+	defer j.s.wg.Done()
+	ctx := j.s.ctx
+	name, invocation := unitName(j.id), j.status().Invocation
+	var u control.UnitStatus
+	err := j.s.supervisor(ctx, func(sup Supervisor) (err error) {
+		u, err = sup.Wait(ctx, control.WaitParams{Name: name, InvocationID: invocation})
+		return err
+	})
+	j.stopPumps()
+	if ctx.Err() != nil {
+		return
+	}
+	if err == nil && invocation != "" && u.InvocationID != invocation {
+		err = errors.New("the supervisor knows another run by its name")
+	}
+	j.finish(&u, err)
+}
+
+// finish makes the end durable and then visible.
+func (j *job) finish(u *control.UnitStatus, err error) {
+	j.mu.Lock()
+	cancelled := j.st.State == Cancelling
+	switch {
+	case err == nil:
+		j.st.conclude(u, cancelled)
+		if !u.ExitedAt.IsZero() {
+			j.st.FinishedAt = float64(u.ExitedAt.UnixMicro()) / 1e6
+		}
+	case rpc.CodeOf(err) == CodeStart:
+		j.st.State, j.st.Cause, j.st.Error = api.FailedCell, causeStart, err.Error()
+	case rpc.CodeOf(err) == rpc.CodeNotFound:
+		j.st.State, j.st.Cause = api.Lost, causeUnknown
+		j.st.Error = "how it ended is not known: the supervisor does not know it any more"
+	default:
+		j.st.State, j.st.Cause, j.st.Error = api.Lost, causeUnknown, "how it ended is not known: "+err.Error()
+	}
+	j.st.Stdin = false
+	if j.st.FinishedAt < j.st.CreatedAt {
+		j.st.FinishedAt = now()
+	}
+	if j.st.Kind == KindPackage {
+		j.explain()
+	}
+	j.mu.Unlock()
+	if err := j.save(); err != nil {
+		j.mu.Lock()
+		j.unsaved = true
+		j.st.warn("metadata_not_saved", "the end of the job is known to the running manager only: "+err.Error())
+		j.mu.Unlock()
+	}
+	j.finishRecord(j.s.ctx)
+	j.s.completed(j)
+	close(j.over)
+	j.release()
+}
+
+func (j *job) finishRecord(ctx context.Context) {
+	st := j.status()
+	j.mu.Lock()
+	e := j.event(st.State, nil)
+	j.mu.Unlock()
+	if err := j.s.o.History.Save(ctx, st.record(), e); err != nil {
+		j.mu.Lock()
+		j.st.warn("record_not_saved", "the end of the job is not in the history yet: "+err.Error())
+		j.mu.Unlock()
+	}
+}
+
+// release lets the supervisor forget the unit.
+func (j *job) release() {
+	err := j.s.supervisor(j.s.ctx, func(sup Supervisor) error { return sup.Release(j.s.ctx, unitName(j.id)) })
+	if err != nil && j.s.ctx.Err() == nil && rpc.CodeOf(err) != rpc.CodeNotFound {
+		j.s.log.Warn("a unit could not be released", "unit", unitName(j.id), "err", err)
+	}
+}
+
+// save writes the description, by rename so that a reader never sees half of it.
+func (j *job) save() error {
+	st := j.status()
+	raw, err := json.Marshal(&st)
+	if err != nil {
+		return err
+	}
+	tmp := j.s.path(j.id, ".json.new")
+	if err := os.WriteFile(tmp, append(raw, '\n'), 0o600); err != nil {
+		os.Remove(tmp)
+		return err
+	}
+	return os.Rename(tmp, filepath.Join(j.s.o.Dir, j.id+".json"))
+}
+
+// resume takes up a job of an earlier manager.
+func (j *job) resume() {
+	ctx := j.s.ctx
+	close(j.started)
+	var r control.TransientResult
+	var ends map[string]*os.File
+	err := j.s.supervisor(ctx, func(sup Supervisor) (err error) {
+		r, ends, err = sup.Attach(ctx, unitName(j.id))
+		return err
+	})
+	if ctx.Err() != nil {
+		closeFiles(ends)
+		return
+	}
+	j.mu.Lock()
+	cancelling, invocation := j.st.State == Cancelling, j.st.Invocation
+	j.logged = j.out.size
+	j.mu.Unlock()
+	if err == nil && invocation != "" && r.Unit.InvocationID != invocation {
+		closeFiles(ends)
+		err = errors.New("the supervisor knows another run by its name")
+	}
+	if err != nil {
+		j.finish(nil, err)
+		return
+	}
+	if err := j.connect(&r.Unit, ends); err != nil {
+		j.mu.Lock()
+		j.st.warn("output_lost", "a stream of the job could not be taken up again: "+err.Error())
+		j.mu.Unlock()
+	}
+	j.s.wg.Add(1)
+	if cancelling {
+		j.s.wg.Go(j.stopUnit)
+	}
+	j.watch()
+}
+
+// stop cancels the job and waits until it is over. It reports false when it was over before.
+func (j *job) stop(ctx context.Context, reason string) (bool, error) {
+	j.mu.Lock()
+	if api.Terminal(j.st.State) {
+		j.mu.Unlock()
+		return false, nil
+	}
+	first := j.st.State != Cancelling
+	if first {
+		j.st.State, j.st.CancelledBy = Cancelling, reason
+	}
+	j.mu.Unlock()
+	if first {
+		// So that a manager that takes over knows that it was not the command that failed.
+		if err := j.save(); err != nil {
+			j.s.log.Warn("a cancellation could not be saved", "id", j.id, "err", err)
+		}
+		if !j.s.goIfOpen(j.stopUnit) {
+			return false, errSuspended
+		}
+	}
+	select {
+	case <-j.over:
+		return true, nil
+	case <-ctx.Done():
+		return true, ctx.Err()
+	case <-j.s.ctx.Done():
+		return true, errSuspended
+	}
+}
+
+var errSuspended = rpc.Errorf(rpc.CodeUnavailable, "the manager is ending; the job goes on").WithHint("ask again")
+
+func (j *job) stopUnit() {
+	ctx := j.s.ctx
+	select {
+	case <-j.started:
+	case <-ctx.Done():
+		return
+	}
+	err := j.s.supervisor(ctx, func(sup Supervisor) error {
+		_, err := sup.Stop(ctx, control.JobParams{Name: unitName(j.id)})
+		return err
+	})
+	if err != nil && ctx.Err() == nil && rpc.CodeOf(err) != rpc.CodeNotFound {
+		j.s.log.Warn("a job could not be stopped", "id", j.id, "err", err)
+	}
+}
+
+// goIfOpen starts a goroutine of the service unless it is suspended.
+func (s *Service) goIfOpen(f func()) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return false
+	}
+	s.wg.Go(f)
+	return true
+}
+
+// record is the job as history shows it.
+func (s *Status) record() *api.Record {
+	code := s.Command.Shell
+	if s.Command.Words != nil {
+		raw, _ := json.Marshal(s.Command.Words) // strings
+		code = string(raw)
+	}
+	r := &api.Record{
+		ID: s.ID, Kind: s.Kind, ClientID: s.ClientID, ConnectionID: s.ConnectionID, Generation: s.Generation,
+		State: s.State, Code: code, Error: s.Error, Truncated: s.Truncated, OutputBytes: s.OutputBytes,
+		CreatedAt: s.CreatedAt, StartedAt: s.CreatedAt, FinishedAt: s.FinishedAt,
+	}
+	if r.State == Cancelling {
+		r.State = api.Running
+	}
+	return r
+}
