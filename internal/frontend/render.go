@@ -36,17 +36,18 @@ type view struct {
 // renderExec writes the text of an execute or poll result. It adds a warning to r for
 // each image that could not be shown.
 func renderExec(r *api.ExecResult, v view) (string, []picture) {
-	p := newPage(r)
-	warnings, more := r.Warnings, r.WarningsTruncated // those about images stand beside the files
-	pictures := p.attach(r)
-
-	var top strings.Builder
+	var top, state strings.Builder
 	writeNotices(&top, append(v.notices, r.Notice))
 	writeHead(&top, r, v)
-	writeState(&top, r)
+	writeState(&state, r)
 	for _, n := range v.notes {
-		top.WriteString(n + "\n")
+		state.WriteString(n + "\n")
 	}
+	top.WriteString(state.String())
+
+	p := newPage(r, state.Len() > 0)
+	warnings, more := r.Warnings, r.WarningsTruncated // those about images stand beside the files
+	pictures := p.attach(r)
 
 	var end strings.Builder
 	p.writeArtifacts(&end)
@@ -306,6 +307,7 @@ func renderError(e *rpc.Error, v view) string {
 type page struct {
 	first     int64 // cursor of the first event
 	events    []api.Event
+	label     bool // also stdout at the start
 	text      string
 	parts     []part
 	artifacts []listed
@@ -326,8 +328,10 @@ type listed struct {
 	fate string // "image 1", or why it is not shown; "" for other data
 }
 
-func newPage(r *api.ExecResult) *page {
-	p := &page{first: r.Cursor - int64(len(r.Output)), events: r.Output}
+// newPage makes text of r's output. Output that begins with stdout is labelled only
+// when it would otherwise run into lines that are none of it.
+func newPage(r *api.ExecResult, label bool) *page {
+	p := &page{first: r.Cursor - int64(len(r.Output)), events: r.Output, label: label}
 	replaced := map[string]int{} // display id: index of its latest event
 	for i, e := range r.Output {
 		if e.DisplayID != "" {
@@ -372,6 +376,9 @@ func newPage(r *api.ExecResult) *page {
 // else came before it.
 func (p *page) add(b *strings.Builder, t part, text string) {
 	before := "stdout"
+	if p.label {
+		before = ""
+	}
 	if n := len(p.parts); n > 0 {
 		before = p.parts[n-1].label
 		if s := b.String(); !strings.HasSuffix(s, "\n") && (before != t.label || t.label != "stdout") {
