@@ -78,6 +78,13 @@ func TestTextRefusesWhatNoFileCanBeCalled(t *testing.T) {
 	}
 }
 
+func TestTextAsKey(t *testing.T) {
+	var m map[Text]int
+	if err := json.Unmarshal([]byte(`{"caf\udce9":1}`), &m); err != nil || m["caf\xe9"] != 1 {
+		t.Fatal(m, err)
+	}
+}
+
 // A writer that leaves surrogates unescaped sends their three bytes (surrogatepass).
 func TestTextUnescapedSurrogate(t *testing.T) {
 	var x Text

@@ -110,6 +110,13 @@ func (t *Text) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
+// UnmarshalText makes Text usable as the key of a map: encoding/json asks for this
+// method, then calls UnmarshalJSON with the key as it was written.
+func (t *Text) UnmarshalText(b []byte) error {
+	*t = Text(b)
+	return nil
+}
+
 // escapedByte is the byte that a code point of PEP 383 stands for.
 func escapedByte(r rune) (byte, bool) {
 	if r < 0xdc80 || r > 0xdcff {
