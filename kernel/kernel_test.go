@@ -454,3 +454,13 @@ func TestCacheOfAnotherIsNotUsed(t *testing.T) {
 		t.Errorf("sources in %s, a directory that others can write", script(l))
 	}
 }
+
+func writeFile(t *testing.T, path, text string) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
