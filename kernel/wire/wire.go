@@ -172,10 +172,10 @@ type (
 		ExecID *string `json:"exec_id"`
 	}
 	CallResult struct {
-		Type   string          `json:"type"`
-		ID     int64           `json:"id"`
-		Result json.RawMessage `json:"result,omitempty"`
-		Error  any             `json:"error,omitempty"` // *rpc.Error
+		Type   string `json:"type"`
+		ID     int64  `json:"id"`
+		Result any    `json:"result,omitempty"`
+		Error  any    `json:"error,omitempty"` // *rpc.Error
 	}
 	Ping struct {
 		Type string `json:"type"`

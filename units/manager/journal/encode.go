@@ -201,3 +201,13 @@ func appendText(dst, text []byte, room int) ([]byte, int) {
 	}
 	return append(dst, text[clean:i]...), i
 }
+
+// Fit returns how many bytes of text, in whole characters, fit into room bytes of a
+// JSON string.
+func Fit(text string, room int) int {
+	if 6*len(text) <= room {
+		return len(text)
+	}
+	_, n := appendText(make([]byte, 0, room), []byte(text), room)
+	return n
+}

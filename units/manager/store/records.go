@@ -50,7 +50,7 @@ type Generation struct {
 	Text       string  // of the notice
 }
 
-// Live is the state set of the index entities_live.
+// live is the state set of the index entities_live.
 const live = "state IN ('queued', 'running', 'restarting')"
 
 // Insert adds an entity and sets its Seq. It reports false, and adds nothing, when the
@@ -116,9 +116,14 @@ func (t *Tx) Begin(generation string, at float64) error {
 	return t.exec(`INSERT INTO generations(generation, started) VALUES(?, ?) ON CONFLICT DO NOTHING`, generation, at)
 }
 
-// End closes a generation; an end that is stored already stays.
-func (t *Tx) End(generation string, at float64, cause, text string) error {
-	return t.exec(`UPDATE generations SET ended = ?, cause = ?, text = ? WHERE generation = ? AND ended IS NULL`, at, cause, text, generation)
+// End closes a generation and returns its row; an end that is stored already stays.
+func (t *Tx) End(generation string, at float64, cause, text string) (seq int64, err error) {
+	if err := t.exec(`UPDATE generations SET ended = ?, cause = ?, text = ? WHERE generation = ? AND ended IS NULL`, at, cause, text, generation); err != nil {
+		return 0, err
+	}
+	v, err := t.scalar(`SELECT seq FROM generations WHERE generation = ?`, generation)
+	seq, _ = v.(int64)
+	return seq, err
 }
 
 // Reserve takes a logical client id for ever. It reports false when it is taken already.
@@ -273,9 +278,9 @@ func (s *Store) LastEvent() (int64, error) {
 	return n, s.ro.QueryRow(`SELECT coalesce(max(seq), 0) FROM events`).Scan(&n)
 }
 
-// Generations lists those after a row, oldest first.
-func (s *Store) Generations(after int64) ([]Generation, error) {
-	return s.generations(`SELECT seq, generation, started, acked, coalesce(ended, 0), cause, text FROM generations WHERE seq > ? ORDER BY seq`, after)
+// Generations lists the newest ones, oldest first.
+func (s *Store) Generations(limit int) ([]Generation, error) {
+	return s.generations(`SELECT * FROM (SELECT seq, generation, started, acked, coalesce(ended, 0), cause, text FROM generations ORDER BY seq DESC LIMIT ?) ORDER BY seq`, limit)
 }
 
 // Generation is the one with this id, or nil.

@@ -86,13 +86,13 @@ func (t *Tx) script(text string) error {
 }
 
 // scalar is the first column of the first row, or nil.
-func (t *Tx) scalar(query string) (driver.Value, error) {
+func (t *Tx) scalar(query string, args ...driver.Value) (driver.Value, error) {
 	st, err := t.conn.Prepare(query)
 	if err != nil {
 		return nil, err
 	}
 	defer st.Close()
-	rows, err := st.Query(nil) //nolint:staticcheck // see run
+	rows, err := st.Query(args) //nolint:staticcheck // see run
 	if err != nil {
 		return nil, err
 	}

@@ -1,0 +1,54 @@
+package manager
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+
+	"mypr/internal/api"
+	"mypr/internal/rpc"
+)
+
+// answerCall answers what the Python API asks.
+func (m *Manager) answerCall(ctx context.Context, c Call) (any, error) {
+	switch c.Method {
+	case "status":
+		return bind(c, func(p api.StatusParams) (any, error) { return m.status(p), nil })
+	case "history.list":
+		return bind(c, func(p api.HistoryParams) (any, error) { return m.history(ctx, p) })
+	case "history.get":
+		return bind(c, func(p api.RecordParams) (any, error) { return m.record(ctx, p) })
+	case "history.logs":
+		return bind(c, func(p api.LogsParams) (any, error) { return m.logs(ctx, p) })
+	case "reset", "restart":
+		return bind(c, func(p api.LifecycleParams) (any, error) {
+			m.mu.Lock()
+			origin := m.live[c.ExecID]
+			m.mu.Unlock()
+			if origin == nil {
+				return nil, rpc.Errorf(rpc.CodeInvalidRequest, "ws.%s: it must be called in a cell that has not ended (a foreground cell)", c.Method)
+			}
+			if c.Method == "reset" {
+				return m.reset(p, origin)
+			}
+			return m.restart(p, origin, nil)
+		})
+	}
+	if m.services == nil {
+		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "there is no method %q", c.Method)
+	}
+	return m.services(ctx, c)
+}
+
+// bind decodes the parameters of a call, refusing names that the method does not know.
+func bind[P any](c Call, f func(P) (any, error)) (any, error) {
+	var p P
+	if len(c.Params) > 0 {
+		d := json.NewDecoder(bytes.NewReader(c.Params))
+		d.DisallowUnknownFields()
+		if err := d.Decode(&p); err != nil {
+			return nil, rpc.Errorf(rpc.CodeInvalidRequest, "%s: bad parameters: %v", c.Method, err)
+		}
+	}
+	return f(p)
+}

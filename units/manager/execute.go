@@ -1,0 +1,548 @@
+package manager
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"regexp"
+	"time"
+
+	"mypr/internal/api"
+	"mypr/internal/rpc"
+	"mypr/units/manager/journal"
+	"mypr/units/manager/store"
+)
+
+const (
+	progressFirst = 5 * time.Second
+	progressEvery = 10 * time.Second
+	// How long the kernel has to answer an interrupt before the outcome is "pending".
+	interruptAnswer = 2 * time.Second
+)
+
+var execIDPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
+
+// answer is api.ExecResult with the events as they are in the journal, which saves
+// decoding and encoding them again.
+type answer struct {
+	api.ExecResult
+	Output []json.RawMessage `json:"output"`
+}
+
+func newID() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails (Go 1.24)
+	return hex.EncodeToString(b[:])
+}
+
+// waitFor is the wait that a call asked for, and what it was cut to when that differs.
+func waitFor(ms *int64) (wait time.Duration, clamped int64) {
+	switch {
+	case ms == nil:
+		return api.DefaultWaitMS * time.Millisecond, 0
+	case *ms > api.MaxWaitMS:
+		return api.MaxWaitMS * time.Millisecond, api.MaxWaitMS
+	case *ms < 0:
+		return 0, 0
+	}
+	return time.Duration(*ms) * time.Millisecond, 0
+}
+
+func budgetOf(op string, bytes *int64) (int, error) {
+	if bytes == nil {
+		return api.DefaultBytes, nil
+	}
+	if *bytes < api.MinBytes || *bytes > api.MaxBytes {
+		return 0, rpc.Errorf(rpc.CodeInvalidRequest, "%s: max_bytes is %d; it must be between %d and %d", op, *bytes, api.MinBytes, api.MaxBytes)
+	}
+	return int(*bytes), nil
+}
+
+func (c *connection) execute(ctx context.Context, p api.ExecuteParams) (*answer, error) {
+	m := c.m
+	budget, err := budgetOf("execute", p.MaxBytes)
+	if err != nil {
+		return nil, err
+	}
+	if len(p.Code) > api.MaxCodeBytes {
+		return nil, rpc.Errorf(rpc.CodeTooLarge, "execute: the code has %d bytes, the limit is %d", len(p.Code), api.MaxCodeBytes).
+			WithHint("write the data to a file and read it from there")
+	}
+	if id := p.RequestID; id != nil && *id != "" && !idPattern.MatchString(*id) {
+		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "execute: bad request_id %q", *id).
+			WithHint("a request id has at most %d characters of A-Z a-z 0-9 _ . : -", api.MaxIDLength)
+	}
+	if err := m.opts.Workspace.Check(); err != nil {
+		return nil, err
+	}
+	r, replayed, err := m.admit(c, p)
+	if err != nil {
+		return nil, err
+	}
+	requestID := ""
+	if p.RequestID != nil {
+		requestID = *p.RequestID
+	}
+	wait, clamped := waitFor(p.WaitMS)
+	if r == nil { // a replay of one that is not in memory: it has ended
+		return c.pageOfEnded(replayed, 0, budget)
+	}
+	c.wait(ctx, r, wait, requestID, func() (bool, <-chan struct{}) { return r.doneIs, r.done })
+	a, err := c.page(r, 0, budget)
+	if err == nil {
+		a.Replayed, a.ClampedWaitMS = replayed != nil, clamped
+	}
+	return a, err
+}
+
+// admit records a new execution and gives it to the kernel, or finds the one that the
+// request id stands for. Either run is set or, for one that was forgotten, replayed.
+func (m *Manager) admit(c *connection, p api.ExecuteParams) (*run, *store.Entity, error) {
+	m.mu.Lock()
+	if c.client == nil {
+		m.mu.Unlock()
+		return nil, nil, rpc.Errorf(api.CodeNotInitialized, "execute: call init first: this connection has no client id yet").
+			WithHint("call init() once, then execute again")
+	}
+	client := c.client.id
+	if refused := m.refusal("execute", p.Generation); refused != nil {
+		m.mu.Unlock()
+		if p.RequestID == nil {
+			return nil, nil, refused
+		}
+		r, e, err := m.replay(client, p) // for a known request nothing is run, so nothing forbids it
+		if err == nil && e == nil {
+			err = refused
+		}
+		return r, e, err
+	}
+	m.wantKernelLocked()
+	r := m.newRun(store.Entity{ID: newID(), Kind: "execution", Client: client, Request: p.RequestID, Generation: m.kernel.gen, State: api.Queued,
+		Created: now(), Code: p.Code, Record: store.Record{Connection: c.id}})
+	r.connected = true
+	m.admitting++
+	m.mu.Unlock()
+
+	queued := r.transition(api.Queued, r.Created, "")
+	var isNew bool
+	err := m.submit(&store.Op{Apply: func(t *store.Tx) (err error) {
+		if isNew, err = t.Insert(&r.Entity); err != nil || !isNew {
+			return err
+		}
+		return t.Log(&queued)
+	}}, func(err error) {
+		var op *store.Op
+		m.mu.Lock()
+		m.admitting--
+		if err == nil && isNew {
+			r.next = r.Entity
+			r.admitted = true
+			m.runs[r.ID], m.live[r.ID] = r, r
+			op = m.dispatch(r)
+		}
+		m.mu.Unlock()
+		if op != nil {
+			m.store.Submit(op)
+		}
+	})
+	if err != nil {
+		return nil, nil, storageError(err, "execute: the cell could not be recorded; nothing was run")
+	}
+	if isNew {
+		m.logged(nil)
+		m.touchStatus()
+		return r, nil, nil
+	}
+	r, e, err := m.replay(client, p)
+	if err == nil && e == nil {
+		err = storageError(errors.New("the record has vanished"), "execute: the request id is known, but not its execution; nothing was run")
+	}
+	return r, e, err
+}
+
+// replay finds what a request id stands for: the run when it is in memory, the record
+// in any case, neither when the id is new.
+func (m *Manager) replay(client string, p api.ExecuteParams) (*run, *store.Entity, error) {
+	e, err := m.store.ByRequest(client, *p.RequestID)
+	if err != nil {
+		return nil, nil, storageError(err, "execute: the records could not be read; nothing was run")
+	}
+	if e == nil {
+		return nil, nil, nil
+	}
+	if e.Code != p.Code {
+		return nil, nil, rpc.Errorf(api.CodeRequestConflict, "execute: request_id %q was used for other code, by execution %s; nothing was run", *p.RequestID, e.ID).
+			WithHint("poll %s for its result, or execute with a new request id", e.ID)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.runs[e.ID], e, nil
+}
+
+// submit runs one ordinary operation with a callback and waits for both.
+func (m *Manager) submit(op *store.Op, then func(error)) error {
+	done := make(chan error, 1)
+	op.Done = func(err error) {
+		then(err)
+		done <- err
+	}
+	m.store.Submit(op)
+	return <-done
+}
+
+// refusal says why no cell may be taken now. Called with mu held.
+func (m *Manager) refusal(op, generation string) error {
+	switch {
+	case m.resetting:
+		return rpc.Errorf(rpc.CodeUnavailable, "%s: the session is being reset; nothing was run", op).WithHint("try again in a moment")
+	case m.restarting != nil:
+		return rpc.Errorf(rpc.CodeUnavailable, "%s: the runtime is being restarted (restart %s); nothing was run", op, m.restarting.ID).WithHint("try again in a moment")
+	case m.stopping != nil:
+		return rpc.Errorf(rpc.CodeUnavailable, "%s: the runtime is being stopped (%s); nothing was run", op, m.stopReason).WithHint("call again to start a new one")
+	case generation != "" && generation != m.kernel.gen:
+		current := m.kernel.gen
+		if current == "" {
+			current = "none: no kernel runs"
+		}
+		return rpc.Errorf(api.CodeGeneration, "%s: the session's generation is not %s (now %s): what it held in memory is gone; nothing was run",
+			op, generation, current).WithHint("recreate what the cell needs, then execute without generation or with the current one")
+	}
+	return nil
+}
+
+func (c *connection) poll(ctx context.Context, p api.PollParams) (*answer, error) {
+	m := c.m
+	budget, err := budgetOf("poll", p.MaxBytes)
+	if err != nil {
+		return nil, err
+	}
+	if !execIDPattern.MatchString(p.ExecID) {
+		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "poll: bad exec_id %q: it has 32 hex digits", p.ExecID)
+	}
+	cursor := int64(0)
+	if p.Cursor != nil {
+		cursor = *p.Cursor
+	}
+	if cursor < 0 {
+		return nil, rpc.Errorf(api.CodeInvalidCursor, "poll: bad cursor %d: it cannot be negative", cursor)
+	}
+	wait, clamped := waitFor(p.WaitMS)
+	m.mu.Lock()
+	r := m.runs[p.ExecID]
+	m.mu.Unlock()
+	if r == nil {
+		e, err := m.store.Entity(p.ExecID)
+		if err != nil {
+			return nil, storageError(err, "poll: the record could not be read")
+		}
+		if e == nil || e.Kind != "execution" {
+			return nil, rpc.Errorf(rpc.CodeNotFound, "poll: there is no execution %s in this workspace", p.ExecID)
+		}
+		// It may have become live, or have been read from the cache's edge, meanwhile.
+		m.mu.Lock()
+		r = m.runs[p.ExecID]
+		m.mu.Unlock()
+		if r == nil {
+			a, err := c.pageOfEnded(e, cursor, budget)
+			if err == nil && p.Interrupt {
+				a.Interrupt = "finished"
+			}
+			return a, err
+		}
+	}
+	outcome := ""
+	if p.Interrupt {
+		res, err := m.interruptRun(ctx, r)
+		if err != nil {
+			return nil, err
+		}
+		outcome = res.Outcome
+	}
+	m.mu.Lock()
+	if cursor > r.JournalEvents {
+		n := r.JournalEvents
+		m.mu.Unlock()
+		return nil, rpc.Errorf(api.CodeInvalidCursor, "poll: cursor %d is past the end: execution %s has %d events", cursor, p.ExecID, n)
+	}
+	state := r.State
+	m.mu.Unlock()
+	c.wait(ctx, r, wait, "", func() (bool, <-chan struct{}) {
+		if p.UntilDone || p.Interrupt {
+			return r.doneIs, r.done
+		}
+		return r.doneIs || r.JournalEvents > cursor || r.State != state, r.changed()
+	})
+	a, err := c.page(r, cursor, budget)
+	if err != nil {
+		return nil, err
+	}
+	a.ClampedWaitMS = clamped
+	if outcome != "" {
+		if !api.Terminal(a.State) {
+			outcome = "pending"
+		}
+		a.Interrupt = outcome
+	}
+	return a, nil
+}
+
+// wait blocks until ready says so, the wait is over, new mail has come for the client
+// or the call ends. ready is called with mu held and returns the channel that is
+// closed when it should be asked again.
+func (c *connection) wait(ctx context.Context, r *run, wait time.Duration, requestID string, ready func() (bool, <-chan struct{})) {
+	m := c.m
+	var deadline <-chan time.Time
+	progress := &time.Timer{} // its channel never fires
+	began := time.Now()
+	for {
+		m.mu.Lock()
+		over, again := ready()
+		mail, news := c.wakes()
+		tell := c.progress && c.attached
+		m.mu.Unlock()
+		if over || news || wait <= 0 || ctx.Err() != nil {
+			return
+		}
+		if deadline == nil { // timers only for calls that do wait
+			t := time.NewTimer(wait)
+			defer t.Stop()
+			deadline = t.C
+			if tell && wait > progressFirst {
+				progress = time.NewTimer(progressFirst)
+				defer progress.Stop()
+			}
+		}
+		select {
+		case <-again:
+		case <-mail:
+		case <-deadline:
+			return
+		case <-ctx.Done():
+			return
+		case <-progress.C:
+			m.mu.Lock()
+			state := r.State
+			m.mu.Unlock()
+			_ = c.rpc.Notify(api.NotificationProgress, api.Progress{ExecID: r.ID, RequestID: requestID, State: state,
+				Seconds: time.Since(began).Seconds(), LastLine: r.lastLine()})
+			progress.Reset(progressEvery)
+		}
+	}
+}
+
+// page answers with what is visible of an execution in memory.
+func (c *connection) page(r *run, cursor int64, budget int) (*answer, error) {
+	m := c.m
+	m.mu.Lock()
+	e := r.Entity
+	ahead := 0
+	if e.State == api.Queued {
+		for _, other := range m.live {
+			if other.State == api.Queued && other.Seq < e.Seq {
+				ahead++
+			}
+		}
+	}
+	m.mu.Unlock()
+	a := m.newAnswer(&e, &budget)
+	p, total, err := r.log.Page(cursor, budget)
+	if err != nil {
+		a.Warnings = append(a.Warnings, api.Warning{Code: "journal_unreadable", Text: "the saved output cannot be read: " + err.Error()})
+	}
+	a.QueueAhead = ahead
+	if !api.Terminal(e.State) {
+		m.mu.Lock()
+		a.Blocked = m.blocked()
+		if m.storageErr != nil {
+			a.Warnings = append(a.Warnings, api.Warning{Code: api.CodeStorage, Text: "output and state of after the disk began to refuse are held back, not lost: " + m.storageErr.Error()})
+		}
+		if e.State == api.Queued && m.kernel.phase != phaseReady {
+			a.Warnings = append(a.Warnings, api.Warning{Code: "kernel_starting", Text: m.kernel.progressText()})
+		}
+		m.mu.Unlock()
+	}
+	return a, c.finishAnswer(a, p, total)
+}
+
+// pageOfEnded answers for an execution that is not in memory any more.
+func (c *connection) pageOfEnded(e *store.Entity, cursor int64, budget int) (*answer, error) {
+	path, index := journal.Paths(c.m.runsDir, e.ID)
+	a := c.m.newAnswer(e, &budget)
+	p, total, err := journal.Read(path, index, cursor, budget)
+	switch {
+	case err != nil:
+		a.Warnings = append(a.Warnings, api.Warning{Code: "journal_unreadable", Text: "the saved output cannot be read: " + err.Error()})
+	case total < e.JournalEvents:
+		a.Warnings = append(a.Warnings, api.Warning{Code: "journal_truncated", Text: fmt.Sprintf("%d events were saved, %d are left in the journal", e.JournalEvents, total)})
+	}
+	if cursor > max(total, e.JournalEvents) {
+		return nil, rpc.Errorf(api.CodeInvalidCursor, "poll: cursor %d is past the end: execution %s has %d events", cursor, e.ID, max(total, e.JournalEvents))
+	}
+	return a, c.finishAnswer(a, p, total)
+}
+
+// newAnswer fills in what the record says, and takes the error's part off the budget.
+func (m *Manager) newAnswer(e *store.Entity, budget *int) *answer {
+	a := &answer{ExecResult: api.ExecResult{ExecID: e.ID, ClientID: e.Client, ConnectionID: e.Connection, ExecutionGeneration: e.Generation, State: e.State,
+		Truncated: e.Truncated, ErrorInfo: e.ErrorInfo, CreatedAt: e.Created, StartedAt: e.Started, FinishedAt: e.Finished}}
+	a.Warnings = append(a.Warnings, e.Warnings...)
+	if e.Error != "" {
+		text := e.Error
+		room := min(api.MaxErrorBytes, *budget/4)
+		a.ErrorTruncated = e.ErrorTruncated
+		if n := journal.Fit(text, room); n < len(text) {
+			text = text[:n]
+			a.ErrorTruncated = true
+		}
+		*budget -= room
+		a.Error = &text
+	}
+	from, to := e.Created, now()
+	if e.Started > 0 {
+		from = e.Started
+	}
+	if e.Finished > 0 {
+		to = e.Finished
+	}
+	a.ElapsedMS = int64((to - from) * 1000)
+	return a
+}
+
+// finishAnswer adds the page and what is news to this connection.
+func (c *connection) finishAnswer(a *answer, p journal.Page, total int64) error {
+	m := c.m
+	a.Output, a.Cursor, a.HasMore = p.Events, p.Cursor, p.Cursor < total
+	if a.Output == nil {
+		a.Output = []json.RawMessage{}
+	}
+	if len(a.Warnings) > api.MaxWarnings {
+		a.Warnings, a.WarningsTruncated = a.Warnings[:api.MaxWarnings], true
+	}
+	inbox, err := c.inbox()
+	if err != nil {
+		return err
+	}
+	a.Inbox = inbox
+	m.mu.Lock()
+	a.Generation = m.kernel.gen
+	if c.attached {
+		block := m.runtimeBlock()
+		if key := runtimeKey(&block); key != c.runtime {
+			c.runtime = key
+			a.Runtime = &block
+		}
+		a.Notice = m.takeNotice(c)
+	}
+	m.mu.Unlock()
+	m.saveTold(c, a.Notice)
+	return nil
+}
+
+func (c *connection) interrupt(ctx context.Context, p api.InterruptParams) (*api.InterruptResult, error) {
+	m := c.m
+	m.mu.Lock()
+	if p.ExecID == "" {
+		id, err := m.interruptible()
+		if err != nil {
+			m.mu.Unlock()
+			return nil, err
+		}
+		p.ExecID = id
+	}
+	r := m.runs[p.ExecID]
+	m.mu.Unlock()
+	if r == nil {
+		if !execIDPattern.MatchString(p.ExecID) {
+			return nil, rpc.Errorf(rpc.CodeInvalidRequest, "interrupt: bad exec_id %q: it has 32 hex digits", p.ExecID)
+		}
+		e, err := m.store.Entity(p.ExecID)
+		if err != nil {
+			return nil, storageError(err, "interrupt: the record could not be read")
+		}
+		if e == nil {
+			return nil, rpc.Errorf(rpc.CodeNotFound, "interrupt: there is no execution %s in this workspace", p.ExecID)
+		}
+		return &api.InterruptResult{ExecID: e.ID, Outcome: "finished", State: e.State}, nil
+	}
+	res, err := m.interruptRun(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	// The kernel has said what it did; the end itself may be on its way.
+	if res.Outcome != "pending" && !api.Terminal(res.State) {
+		t := time.NewTimer(interruptAnswer)
+		defer t.Stop()
+		select {
+		case <-r.done:
+		case <-t.C:
+			res.Outcome = "pending"
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	m.mu.Lock()
+	res.State = r.State
+	m.mu.Unlock()
+	return res, nil
+}
+
+// interruptible is the cell that an interrupt without a name means. Called with mu held.
+func (m *Manager) interruptible() (string, error) {
+	if b := m.kernel.blocked; b != nil && m.live[b.ExecID] != nil {
+		return b.ExecID, nil
+	}
+	var running, queued []string
+	for id, r := range m.live {
+		if r.State == api.Running {
+			running = append(running, id)
+		} else {
+			queued = append(queued, id)
+		}
+	}
+	if len(running) == 0 {
+		running = queued
+	}
+	switch len(running) {
+	case 1:
+		return running[0], nil
+	case 0:
+		return "", rpc.Errorf(rpc.CodeConflict, "interrupt: no cell is running")
+	}
+	return "", rpc.Errorf(rpc.CodeConflict, "interrupt: %d cells are running and none blocks the others; name one of them: %v", len(running), running).
+		WithHint("mypr-mcp interrupt %s", running[0])
+}
+
+// interruptRun stops one execution and says what was done.
+func (m *Manager) interruptRun(ctx context.Context, r *run) (*api.InterruptResult, error) {
+	m.mu.Lock()
+	res := &api.InterruptResult{ExecID: r.ID, State: r.State}
+	if r.doneIs {
+		m.mu.Unlock()
+		res.Outcome = "finished"
+		return res, nil
+	}
+	if !r.sent { // it waits here
+		s := m.finish(r, api.Cancelled, &api.ErrorInfo{Code: "cancelled", Message: "interrupted before it began; nothing of it was run"}, now())
+		m.mu.Unlock()
+		if s != nil {
+			m.store.Submit(m.keepOp([]*staged{s}, nil, nil, nil))
+		}
+		res.Outcome = "dequeued"
+		return res, nil
+	}
+	l := m.kernel.link
+	m.mu.Unlock()
+	res.Outcome = "pending"
+	if l == nil {
+		return res, nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, interruptAnswer)
+	defer cancel()
+	if outcome, err := l.interrupt(ctx, r.ID); err == nil {
+		res.Outcome = outcome
+	}
+	return res, nil
+}

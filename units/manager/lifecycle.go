@@ -1,0 +1,451 @@
+package manager
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"mypr/internal/api"
+	"mypr/internal/rpc"
+	"mypr/supervisor/control"
+	"mypr/units/manager/store"
+)
+
+// activeWork refuses when there are executions other than origin. Called with mu held.
+func (m *Manager) activeWork(op string, origin *run) error {
+	var ids []string
+	for _, r := range m.sortedLive() {
+		if r != origin {
+			ids = append(ids, r.ID)
+		}
+	}
+	n := len(ids) + m.admitting
+	if n == 0 {
+		return nil
+	}
+	shown := ids
+	if len(shown) > 5 {
+		shown = shown[:5]
+	}
+	e := rpc.Errorf(api.CodeActiveWork, "%s: refused, there is active work: %d cells have not ended (%s)", op, n, strings.Join(shown, ", ")).
+		WithHint("wait for them, interrupt them, or %s with force to cancel them", op)
+	e.Details = map[string]any{"executions": ids}
+	return e
+}
+
+// busy refuses while another change of the runtime is under way. Called with mu held.
+func (m *Manager) busy(op string) error {
+	switch {
+	case m.resetting:
+		return rpc.Errorf(rpc.CodeConflict, "%s: a reset is under way", op).WithHint("try again in a moment")
+	case m.restarting != nil:
+		return rpc.Errorf(rpc.CodeConflict, "%s: restart %s is under way", op, m.restarting.ID).WithHint("mypr-mcp status shows how far it is")
+	case m.stopping != nil:
+		return rpc.Errorf(rpc.CodeConflict, "%s: the runtime is being stopped (%s)", op, m.stopReason)
+	}
+	return nil
+}
+
+// stopKernel stops the kernel unit with all its processes and ends its generation as
+// how says. Nothing happens when there is none.
+func (m *Manager) stopKernel(how *ending) error {
+	sup, unit, err := m.supervisor(m.ctx)
+	if err != nil {
+		return err
+	}
+	m.mu.Lock()
+	generation := m.kernel.gen
+	m.kernel.ending = how
+	m.mu.Unlock()
+	if generation == "" && gone(unit) && unit.ActiveState != control.Activating {
+		return nil
+	}
+	res, err := sup.Stop(m.ctx, control.JobParams{Name: KernelUnit})
+	if err == nil && res.Result != "done" {
+		err = fmt.Errorf("stopping %s ended as %s: %s", KernelUnit, res.Result, res.Unit.Error)
+	}
+	if err != nil {
+		m.mu.Lock()
+		m.kernel.ending = nil
+		m.mu.Unlock()
+		return rpc.Errorf(rpc.CodeInternal, "the kernel could not be stopped: %v", err).WithHint("mypr-mcp units shows its state")
+	}
+	if generation != "" {
+		if res.Unit.InvocationID == "" {
+			res.Unit.InvocationID = generation
+		}
+		m.endKernel(generation, res.Unit)
+	}
+	return nil
+}
+
+// reset replaces the kernel. origin is the cell that asked, nil for anybody else.
+func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, error) {
+	m.mu.Lock()
+	err := m.busy("reset")
+	if err == nil && !p.Force {
+		err = m.activeWork("reset", origin)
+	}
+	if err != nil {
+		m.mu.Unlock()
+		return nil, err
+	}
+	m.resetting = true
+	starting := m.kernel.starting
+	m.mu.Unlock()
+	defer func() {
+		m.mu.Lock()
+		m.resetting = false
+		m.mu.Unlock()
+	}()
+	reason := p.Reason
+	if origin != nil {
+		reason = "by " + origin.Client + " in cell " + origin.ID
+	}
+	if starting { // a kernel on its way is let arrive, or fail, first
+		if _, err := m.awaitKernel(m.ctx); err != nil && m.ctx.Err() != nil {
+			return nil, err
+		}
+	}
+	generation, err := "", m.stopKernel(&ending{kind: "reset", reason: reason, origin: origin})
+	if err == nil {
+		m.cancelWaiting(origin, "cancelled: the session was reset")
+		m.mu.Lock()
+		if !m.kernel.starting && m.kernel.gen == "" {
+			m.beginStart()
+		}
+		m.mu.Unlock()
+		generation, err = m.awaitKernel(m.ctx)
+	}
+	if origin != nil {
+		m.finishOrigin(origin, err, "Session reset. Generation "+generation+" begins with empty memory.\n", "reset failed")
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &api.ResetResult{Generation: generation, Reset: true}, nil
+}
+
+// cancelWaiting ends queued executions that no kernel was given.
+func (m *Manager) cancelWaiting(origin *run, message string) (n int) {
+	m.mu.Lock()
+	var list []*staged
+	for _, r := range m.waiting() {
+		if r == origin {
+			continue
+		}
+		if s := m.finish(r, api.Cancelled, &api.ErrorInfo{Code: "cancelled", Message: message}, now()); s != nil {
+			list = append(list, s)
+		}
+	}
+	m.mu.Unlock()
+	if len(list) > 0 {
+		m.store.Submit(m.keepOp(list, nil, nil, nil))
+	}
+	return len(list)
+}
+
+// finishOrigin ends the cell that asked for a reset or a restart.
+func (m *Manager) finishOrigin(r *run, err error, text, failed string) {
+	m.mu.Lock()
+	at := now()
+	var s *staged
+	if err != nil {
+		s = m.finish(r, api.Lost, &api.ErrorInfo{Code: "lost", Message: failed + ": " + err.Error()}, at)
+	} else if !api.Terminal(r.next.State) {
+		c := &change{run: r, state: api.Succeeded, at: at}
+		c.batch.Add(api.Event{Type: "result", Text: text, Time: at})
+		c.bytes = int64(len(text))
+		c.events = []api.LogEvent{r.transition(api.Succeeded, at, "")}
+		s = m.stage(c)
+	}
+	m.mu.Unlock()
+	if s != nil {
+		m.store.Submit(m.keepOp([]*staged{s}, nil, nil, nil))
+	}
+}
+
+// stop prepares the end of the runtime: no more work is taken, with Force what runs is
+// ended. The caller then shuts the supervisor down; when its connection ends without
+// that, the runtime goes on.
+func (c *connection) stop(_ context.Context, p api.LifecycleParams) (*api.StopResult, error) {
+	m := c.m
+	m.mu.Lock()
+	err := m.busy("stop")
+	if err == nil && !p.Force {
+		err = m.activeWork("stop", nil)
+	}
+	if err != nil {
+		m.mu.Unlock()
+		return nil, err
+	}
+	m.stopping, m.stopReason = c, p.Reason
+	if m.stopReason == "" {
+		m.stopReason = "on request"
+	}
+	reason, count, generation := m.stopReason, len(m.live), m.kernel.gen
+	m.mu.Unlock()
+	if count > 0 {
+		if generation != "" {
+			err = m.stopKernel(&ending{kind: "stop", reason: reason})
+		}
+		m.cancelWaiting(nil, "cancelled: the runtime was stopped ("+reason+")")
+	}
+	if err != nil {
+		m.mu.Lock()
+		m.stopping, m.stopReason = nil, ""
+		m.mu.Unlock()
+		return nil, err
+	}
+	m.announce(c, api.Stopping{Kind: "stop", Reason: reason})
+	return &api.StopResult{Stopping: true, Cancelled: count}, nil
+}
+
+// announce tells every other attached connection that the runtime is about to end.
+func (m *Manager) announce(except *connection, s api.Stopping) {
+	m.mu.Lock()
+	conns := make([]*connection, 0, len(m.conns))
+	for c := range m.conns {
+		if c != except {
+			conns = append(conns, c)
+		}
+	}
+	m.mu.Unlock()
+	for _, c := range conns { // a peer that does not read must not hold up the others
+		m.wg.Add(1)
+		go func() {
+			defer m.wg.Done()
+			_ = c.rpc.Notify(api.NotificationStopping, s)
+		}()
+	}
+}
+
+// announceEnd tells connections why this manager ends, unless they were told.
+func (m *Manager) announceEnd() {
+	m.mu.Lock()
+	sup, told := m.sup, m.stopping != nil || m.restarting != nil
+	m.mu.Unlock()
+	if told || sup == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
+	defer cancel()
+	if info, err := sup.Info(ctx); err == nil && info.ShuttingDown {
+		m.announce(nil, api.Stopping{Kind: "stop", Reason: "the supervisor shuts down"})
+	}
+}
+
+// finishStopped records at the very end that the kernel ends with a runtime that was
+// stopped on purpose.
+func (m *Manager) finishStopped() {
+	m.mu.Lock()
+	generation, how := m.kernel.gen, m.kernel.ending
+	if m.stopping != nil {
+		how = &ending{kind: "stop", reason: m.stopReason}
+	}
+	m.mu.Unlock()
+	if generation == "" || how == nil {
+		return
+	}
+	text := lossText(generation, how, control.UnitStatus{}, nil)
+	if err := m.store.Do(func(t *store.Tx) error {
+		_, err := t.End(generation, now(), how.kind, text)
+		return err
+	}); err != nil {
+		m.log.Warn("the end of the generation was not recorded", "error", err)
+	}
+}
+
+// restartRecord is .mypr/restart.json.
+type restartRecord struct {
+	api.RestartResult
+	OriginExecID string      `json:"origin_exec_id,omitempty"` // the cell that asked
+	conn         *connection // that asked; its end without the manager's calls the restart off
+}
+
+// restartPatience is how long after its last phase a restart record is believed.
+const restartPatience = 5 * time.Minute
+
+func (m *Manager) saveRestart(r *restartRecord) {
+	r.UpdatedAt = now()
+	raw, err := json.MarshalIndent(r, "", "  ")
+	if err == nil {
+		root := m.opts.Workspace.Root
+		if err = os.MkdirAll(filepath.Join(root, "restarts"), 0o700); err == nil {
+			err = errors.Join(replaceFile(filepath.Join(root, "restarts", r.ID+".json"), raw), replaceFile(filepath.Join(root, "restart.json"), raw))
+		}
+	}
+	if err != nil {
+		m.log.Warn("restart record not written", "restart", r.ID, "error", err)
+	}
+}
+
+func replaceFile(path string, data []byte) error {
+	tmp, err := os.CreateTemp(filepath.Dir(path), ".new-*.json")
+	if err != nil {
+		return err
+	}
+	_, err = tmp.Write(append(data, '\n'))
+	if err = errors.Join(err, tmp.Close()); err == nil {
+		err = os.Rename(tmp.Name(), path)
+	}
+	if err != nil {
+		os.Remove(tmp.Name())
+	}
+	return err
+}
+
+// restart prepares the replacement of the runtime and records it. For the command line
+// it answers when the kernel is down, and the caller asks the supervisor for the rest;
+// for a cell it asks itself, and the next manager finishes the cell. It goes on when
+// the caller no longer waits.
+func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) (*api.RestartResult, error) {
+	m.mu.Lock()
+	err := m.busy("restart")
+	if err == nil && !p.Force && !p.KeepKernel {
+		err = m.activeWork("restart", origin)
+	}
+	if err != nil {
+		m.mu.Unlock()
+		return nil, err
+	}
+	rec := &restartRecord{RestartResult: api.RestartResult{ID: newID(), State: "preparing", OldGeneration: m.kernel.gen, OldVersion: m.opts.Version,
+		NewVersion: p.Version, Target: p.Target, Force: p.Force, KeepKernel: p.KeepKernel, CreatedAt: now()}, conn: conn}
+	if rec.Target == "" {
+		rec.Target = m.opts.Executable
+	}
+	m.restarting = rec
+	reason := p.Reason
+	var mark *staged
+	if origin != nil {
+		rec.OriginExecID = origin.ID
+		reason = "by " + origin.Client + " in cell " + origin.ID
+		at := now()
+		mark = m.stage(&change{run: origin, at: at, state: api.Restarting, events: []api.LogEvent{origin.transition(api.Restarting, at, "")}})
+	}
+	m.mu.Unlock()
+	m.saveRestart(rec)
+	if mark != nil {
+		m.store.Submit(m.keepOp([]*staged{mark}, nil, nil, nil))
+	}
+	if !p.KeepKernel {
+		err = m.stopKernel(&ending{kind: "restart", reason: reason, origin: origin})
+		m.cancelWaiting(origin, "cancelled: the runtime was restarted")
+	}
+	if err == nil {
+		rec.State = "stopping"
+		m.saveRestart(rec)
+		m.announce(rec.conn, api.Stopping{Kind: "restart", Reason: reason})
+		if origin != nil {
+			err = m.replaceSelf(rec)
+		}
+	}
+	if err != nil {
+		m.failRestart(rec, err)
+		if origin != nil {
+			m.finishOrigin(origin, err, "", "restart failed")
+		}
+		return nil, err
+	}
+	result := rec.RestartResult
+	return &result, nil
+}
+
+// replaceSelf asks the supervisor to become the target and to restart this manager.
+func (m *Manager) replaceSelf(rec *restartRecord) error {
+	sup, _, err := m.supervisor(m.ctx)
+	if err != nil {
+		return err
+	}
+	if err := sup.Reexec(m.ctx, control.ReexecParams{Executable: rec.Target}); err != nil && !errors.Is(err, rpc.ErrClosed) {
+		return fmt.Errorf("the supervisor cannot become %s: %w", rec.Target, err)
+	}
+	if err := m.supervisorGone(sup); err != nil {
+		return err
+	}
+	if sup, _, err = m.supervisor(m.ctx); err != nil {
+		return err
+	}
+	_, err = sup.Restart(m.ctx, control.JobParams{Name: ManagerUnit, NoWait: true})
+	if errors.Is(err, rpc.ErrClosed) {
+		err = nil
+	}
+	return err
+}
+
+func (m *Manager) failRestart(rec *restartRecord, err error) {
+	rec.State, rec.Error = "failed", err.Error()
+	m.saveRestart(rec)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.restarting == rec {
+		m.restarting = nil
+	}
+}
+
+// loadRestart looks for a restart that this manager is the outcome of, and returns the
+// cell that asked for it, if one did.
+func (m *Manager) loadRestart() (origin string) {
+	raw, err := os.ReadFile(filepath.Join(m.opts.Workspace.Root, "restart.json"))
+	if err != nil {
+		if !errors.Is(err, fs.ErrNotExist) {
+			m.log.Warn("restart record not read", "error", err)
+		}
+		return ""
+	}
+	rec := &restartRecord{}
+	if err := json.Unmarshal(raw, rec); err != nil {
+		m.log.Warn("restart record not read", "error", err)
+		return ""
+	}
+	switch rec.State {
+	case "succeeded", "failed":
+		return ""
+	case "preparing":
+		rec.State, rec.Error = "failed", "the manager ended while it prepared the restart"
+		m.saveRestart(rec)
+		return ""
+	}
+	if time.Since(time.UnixMicro(int64(rec.UpdatedAt*1e6))) > restartPatience {
+		rec.State, rec.Error = "failed", "nothing happened for 5 minutes: whoever drove the restart is gone"
+		m.saveRestart(rec)
+		return ""
+	}
+	rec.State = "starting"
+	m.saveRestart(rec)
+	m.wg.Add(1)
+	go m.finishRestart(rec)
+	return rec.OriginExecID
+}
+
+// finishRestart records how a restart ended.
+func (m *Manager) finishRestart(rec *restartRecord) {
+	defer m.wg.Done()
+	select {
+	case <-m.opened:
+	case <-m.ctx.Done():
+		return
+	}
+	m.wantKernel()
+	generation, err := m.awaitKernel(m.ctx)
+	if m.ctx.Err() != nil {
+		return
+	}
+	rec.NewGeneration, rec.NewVersion, rec.State = generation, m.opts.Version, "succeeded"
+	if err != nil {
+		rec.State, rec.Error = "failed", err.Error()
+	}
+	m.saveRestart(rec)
+	m.mu.Lock()
+	r := m.live[rec.OriginExecID]
+	m.mu.Unlock()
+	if r != nil {
+		m.finishOrigin(r, err, fmt.Sprintf("Restart %s completed: version %s, generation %s.\n", rec.ID, rec.NewVersion, generation), "restart failed")
+	}
+}

@@ -1,0 +1,424 @@
+// Package manager is the session: it answers the runtime socket, keeps the records of
+// executions and their output, and links clients to the Python kernel.
+//
+// It owns .mypr/history.sqlite3 (package store), .mypr/runs (package journal), the
+// connections of clients, the kernel's link and its life cycle. It owns no process:
+// the kernel is a unit of the supervisor, which it asks over the control socket, so
+// that a manager can die and its successor find the same kernel. docs/SESSION.md
+// describes states, durability and notices.
+//
+// # Goroutines and locks
+//
+// One mutex, Manager.mu, guards all state in memory. It is held for moments only:
+// never while the store commits, never over I/O but a send to the kernel that does
+// not block. What changes the state of an execution happens in three steps: stage
+// under mu, store.Submit without it, publish in the operation's callback. Goroutines:
+// one per connection and per request (package rpc), one reads the kernel, one follows
+// the supervisor, one starts a kernel while there is something to start.
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"time"
+
+	"mypr/internal/api"
+	"mypr/internal/job"
+	"mypr/internal/rpc"
+	"mypr/internal/workspace"
+	"mypr/kernel"
+	"mypr/supervisor/control"
+	"mypr/supervisor/spec"
+	"mypr/units/manager/store"
+)
+
+// KernelUnit is the unit that runs Python.
+const KernelUnit = "kernel.service"
+
+// ManagerUnit is the unit that this package runs in.
+const ManagerUnit = "manager.service"
+
+// Supervisor is what the manager needs of the control socket; *control.Client is one.
+type Supervisor interface {
+	Info(ctx context.Context) (control.Info, error)
+	StartTransient(ctx context.Context, p control.TransientParams, files ...*os.File) (control.TransientResult, map[string]*os.File, error)
+	Stop(ctx context.Context, p control.JobParams) (control.JobResult, error)
+	Restart(ctx context.Context, p control.JobParams) (control.JobResult, error)
+	Kill(ctx context.Context, p control.KillParams) error
+	Wait(ctx context.Context, p control.WaitParams) (control.UnitStatus, error)
+	Release(ctx context.Context, name string) error
+	Reexec(ctx context.Context, p control.ReexecParams) error
+	Subscribe(ctx context.Context, names ...string) ([]control.UnitStatus, <-chan control.UnitEvent, error)
+	Done() <-chan struct{}
+	Close() error
+}
+
+// Call is a request of the Python API that the manager does not answer itself.
+type Call struct {
+	Method       string
+	Params       []byte // JSON
+	ClientID     string
+	ConnectionID string
+	ExecID       string
+}
+
+// Limits bound what the session keeps. Zero fields mean the defaults.
+type Limits struct {
+	OutputBytes      int64 // of one run; default 16 MiB
+	CompletedTasks   int   // handles that the kernel keeps; default 128
+	CompletedRecords int   // ended executions kept in memory; default 128
+	CacheBytes       int64 // for records and, later, shell output, half each; default 32 MiB
+}
+
+// Options configure Run. Workspace, both listeners, Connect, Prepare, KernelUnit and
+// KernelSocket are required.
+type Options struct {
+	Workspace *workspace.Workspace
+	Runtime   *net.UnixListener
+	Kernel    *net.UnixListener
+	// Connect dials the supervisor's control socket. It is called again whenever the
+	// connection has ended.
+	Connect func(ctx context.Context) (Supervisor, error)
+	// Prepare makes the Python environment ready and says how to launch a kernel. It
+	// runs programs with run and tells each longer step to progress.
+	Prepare func(ctx context.Context, run kernel.Runner, progress func(step string)) (*kernel.Launch, error)
+	// KernelUnit reads the unit kernel.service with its drop-ins; the manager fills in
+	// the command, the directory and the environment.
+	KernelUnit   func() (*spec.Unit, error)
+	KernelSocket string // path of the socket that the kernel dials
+	// Services makes what answers the Python API's requests to other services (files,
+	// search, git). It may be nil. The runner it gets starts programs as transient units.
+	Services    func(run job.Runner) func(ctx context.Context, c Call) (any, error)
+	Limits      Limits
+	Instance    string // of the supervisor
+	Version     string
+	Executable  string // of this program, the default target of a restart
+	Origin      api.Origin
+	ConfigFiles []string
+	// Notify sends a state to the service manager (sd_notify); nil: there is none.
+	Notify func(state string) error
+	Logger *slog.Logger
+}
+
+// Manager is the state of one session. Run makes and ends it.
+type Manager struct {
+	opts    Options
+	log     *slog.Logger
+	ctx     context.Context // ends with the session
+	store   *store.Store    // set before opened is closed
+	runsDir string
+	started time.Time
+	wg      sync.WaitGroup // goroutines of the session
+	opened  chan struct{}  // closed when the store is open
+	openNow chan struct{}  // holds a token: try to open the store now
+	// services answers calls of the Python API that are not the manager's; nil: none
+	services func(ctx context.Context, c Call) (any, error)
+
+	kernelMu sync.Mutex // serialises changes of generation; taken before mu
+
+	mu          sync.Mutex // guards the fields below
+	openErr     error      // why the store is not open
+	storageErr  error      // why it does not write
+	lastError   string
+	conns       map[*connection]struct{} // attached
+	clients     map[string]*client       // bound to a connection
+	runs        map[string]*run          // live ones and the cache of ended ones
+	live        map[string]*run
+	ended       []*run // the cache, oldest first
+	cacheBytes  int64
+	admitting   int // executions between admission and their commit
+	losses      []loss
+	kernel      kernelState
+	lastEnd     endedGeneration
+	sup         Supervisor    // nil while there is no connection
+	supChanged  chan struct{} // closed and replaced when sup or the unit's state changes
+	unit        control.UnitStatus
+	unitKnown   bool // unit is what the supervisor of this connection said
+	resetting   bool
+	stopping    *connection // the connection that asked for a stop
+	stopReason  string
+	restarting  *restartRecord
+	ending      bool          // this manager ends
+	logChanged  chan struct{} // closed and replaced when log lines were added and somebody waits
+	logWaiters  int
+	statusTimer *time.Timer
+	statusText  string
+}
+
+// Run serves the session until ctx ends. It returns an error when it could not begin
+// or lost its sockets.
+func Run(ctx context.Context, o Options) error {
+	m := &Manager{
+		opts: o, log: o.Logger, started: time.Now(), runsDir: filepath.Join(o.Workspace.Root, "runs"),
+		opened: make(chan struct{}), openNow: make(chan struct{}, 1),
+		conns: map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{},
+		supChanged: make(chan struct{}), logChanged: make(chan struct{}),
+	}
+	if m.log == nil {
+		m.log = slog.New(slog.DiscardHandler)
+	}
+	setDefaults(&m.opts.Limits)
+	if o.Services != nil {
+		m.services = o.Services(&runner{m})
+	}
+	lockCtx, unlockCtx := context.WithTimeout(ctx, 5*time.Second)
+	lock, err := o.Workspace.ManagerLock(lockCtx)
+	unlockCtx()
+	if err != nil {
+		return fmt.Errorf("another manager seems to serve %s: %w", o.Workspace.Dir, err)
+	}
+	defer lock.Close()
+	m.kernel.phase = phaseNone
+
+	var cancel context.CancelFunc
+	m.ctx, cancel = context.WithCancel(context.Background())
+	defer cancel()
+	if err := m.open(); err != nil {
+		if !store.IsStorage(err) {
+			return err
+		}
+		m.openErr = err
+		m.wg.Add(1)
+		go m.keepOpening()
+	}
+	if err := m.recordRuntime(); err != nil {
+		m.log.Warn("cannot record the runtime", "error", err)
+	}
+
+	serveCtx, stopServing := context.WithCancel(ctx)
+	defer stopServing()
+	server := &rpc.Server{NewHandler: m.newConnection}
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(serveCtx, o.Runtime) }()
+	m.wg.Add(2)
+	go m.followSupervisor()
+	go m.acceptKernel()
+	stopWatchdog := m.watchdog()
+	m.notify("READY=1")
+	m.touchStatus()
+
+	select {
+	case <-ctx.Done():
+		err = nil
+	case err = <-served:
+		if ctx.Err() == nil {
+			err = fmt.Errorf("the runtime socket broke: %w", errors.Join(err, net.ErrClosed))
+		}
+		served <- err
+	}
+	m.mu.Lock()
+	m.ending = true
+	m.mu.Unlock()
+	m.announceEnd()
+	m.notify("STOPPING=1")
+	stopServing()
+	cancel()
+	<-served
+	stopWatchdog()
+	o.Kernel.Close()
+	m.closeKernelLink()
+	m.wg.Wait()
+	m.mu.Lock()
+	if m.statusTimer != nil {
+		m.statusTimer.Stop()
+	}
+	for _, r := range m.live {
+		r.stopTimer()
+	}
+	m.mu.Unlock()
+	if m.store != nil {
+		m.finishStopped()
+		err = errors.Join(err, m.store.Close())
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, r := range m.live {
+		_ = r.log.Finish()
+	}
+	return err
+}
+
+func setDefaults(l *Limits) {
+	if l.OutputBytes <= 0 {
+		l.OutputBytes = api.MaxOutputBytes
+	}
+	if l.CompletedTasks <= 0 {
+		l.CompletedTasks = 128
+	}
+	if l.CompletedRecords <= 0 {
+		l.CompletedRecords = 128
+	}
+	if l.CacheBytes <= 0 {
+		l.CacheBytes = 32 << 20
+	}
+}
+
+// open opens the store and takes up what an earlier manager left.
+func (m *Manager) open() error {
+	s, moved, err := store.Open(m.opts.Workspace.Root, m.storageChanged)
+	if err != nil {
+		return err
+	}
+	if moved != "" {
+		m.lastError = fmt.Sprintf("the history database was damaged: it was moved to %s and a new one was begun; "+
+			"records, client ids, messages and request ids of before are no longer known", moved)
+		m.log.Error("history database damaged", "moved", moved)
+	}
+	m.store = s
+	if err := m.resume(); err != nil {
+		s.Close()
+		m.store = nil
+		return err
+	}
+	close(m.opened)
+	return nil
+}
+
+// keepOpening tries again while the disk refuses: at growing intervals, and at once
+// when a request comes.
+func (m *Manager) keepOpening() {
+	defer m.wg.Done()
+	for delay := time.Second; ; delay = min(2*delay, 30*time.Second) {
+		t := time.NewTimer(delay)
+		select {
+		case <-m.ctx.Done():
+			t.Stop()
+			return
+		case <-m.openNow:
+			t.Stop()
+		case <-t.C:
+		}
+		err := m.open()
+		m.mu.Lock()
+		m.openErr = err
+		m.mu.Unlock()
+		if err == nil {
+			m.log.Info("the history database is open now")
+			return
+		}
+	}
+}
+
+// ready fails while there is no store.
+func (m *Manager) ready() error {
+	select {
+	case <-m.opened:
+		return nil
+	default:
+	}
+	select {
+	case m.openNow <- struct{}{}:
+	default:
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return storageError(m.openErr, "the session's history cannot be opened")
+}
+
+func storageError(err error, what string) *rpc.Error {
+	return rpc.Errorf(api.CodeStorage, "%s: %v", what, err).
+		WithHint("free some space in the workspace, or make .mypr writable, and try again; mypr-mcp status shows whether it works")
+}
+
+// storageChanged is told by the store when it begins to fail and when it works again.
+func (m *Manager) storageChanged(err error) {
+	m.mu.Lock()
+	m.storageErr = err
+	m.mu.Unlock()
+	if err != nil {
+		m.log.Error("storage fails", "error", err)
+	} else {
+		m.log.Info("storage works again")
+	}
+}
+
+func (m *Manager) recordRuntime() error {
+	ctx, cancel := context.WithTimeout(m.ctx, 5*time.Second)
+	defer cancel()
+	m.mu.Lock()
+	generation := m.kernel.gen
+	m.mu.Unlock()
+	return m.opts.Workspace.UpdateRuntime(ctx, func(r *workspace.Runtime) {
+		r.Manager = workspace.Self(m.opts.Version)
+		r.Manager.Started = m.started
+		r.PID, r.Version, r.Generation = r.Manager.PID, m.opts.Version, generation
+	})
+}
+
+func (m *Manager) notify(state string) {
+	if m.opts.Notify == nil {
+		return
+	}
+	if err := m.opts.Notify(state); err != nil {
+		m.log.Warn("cannot notify the service manager", "error", err)
+	}
+}
+
+// touchStatus lets the status line follow what it counts, at most once a second.
+func (m *Manager) touchStatus() {
+	if m.opts.Notify == nil {
+		return
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.statusTimer == nil && m.ctx.Err() == nil {
+		m.statusTimer = time.AfterFunc(time.Second, func() {
+			m.mu.Lock()
+			m.statusTimer = nil
+			generation := m.kernel.gen
+			if len(generation) > 8 {
+				generation = generation[:8]
+			}
+			text := fmt.Sprintf("STATUS=%d clients, %d cells, kernel %s %s", len(m.clients), len(m.live), m.kernel.phase, generation)
+			same := text == m.statusText
+			m.statusText = text
+			m.mu.Unlock()
+			if !same {
+				m.notify(text)
+			}
+		})
+	}
+}
+
+// watchdog answers the supervisor's watchdog as long as the state can be locked and
+// the store's queue moves; nothing runs when no watchdog is asked for.
+func (m *Manager) watchdog() (stop func()) {
+	usec, _ := strconv.ParseInt(os.Getenv("WATCHDOG_USEC"), 10, 64)
+	if usec <= 0 || m.opts.Notify == nil {
+		return func() {}
+	}
+	done, stopped := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(stopped)
+		t := time.NewTicker(time.Duration(usec) * time.Microsecond / 2)
+		defer t.Stop()
+		for {
+			select {
+			case <-done:
+				return
+			case <-t.C:
+			}
+			m.mu.Lock()
+			opened := m.store != nil && m.openErr == nil
+			m.mu.Unlock() //nolint:staticcheck // that it could be taken is the proof
+			if opened {
+				m.store.Err() // likewise the store's lock
+			}
+			m.notify("WATCHDOG=1")
+		}
+	}()
+	return func() {
+		close(done)
+		<-stopped
+	}
+}
+
+// now is the time in Unix seconds.
+func now() float64 { return float64(time.Now().UnixMicro()) / 1e6 }

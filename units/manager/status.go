@@ -1,0 +1,233 @@
+package manager
+
+import (
+	"context"
+	"encoding/json"
+	"os"
+	"strings"
+	"time"
+
+	"mypr/internal/api"
+	"mypr/internal/rpc"
+	"mypr/units/manager/journal"
+	"mypr/units/manager/store"
+)
+
+const (
+	maxList     = 200
+	defaultList = 20
+	logText     = 4 << 10 // bytes of output that one log line shows
+)
+
+func (m *Manager) status(p api.StatusParams) *api.Status {
+	w := m.opts.Workspace
+	s := &api.Status{Version: m.opts.Version, ManagerVersion: m.opts.Version, ProtocolVersion: api.Protocol, Capabilities: capabilities,
+		PID: os.Getpid(), PIDNamespace: pidNamespace(), WorkspaceID: w.ID, Workspace: w.Dir, WorkspaceAvailable: true,
+		Instance: m.opts.Instance, StartedAt: m.started, Environment: m.opts.Origin, ConfigFiles: m.opts.ConfigFiles,
+		Active: []string{}, Queued: []string{}}
+	if err := w.Check(); err != nil {
+		s.WorkspaceAvailable, s.WorkspaceProblem = false, err.Error()
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	k := &m.kernel
+	s.Generation = k.gen
+	s.Healthy = true
+	switch {
+	case m.openErr != nil:
+		s.Healthy, s.HealthError = false, "the history database cannot be opened: "+m.openErr.Error()
+	case m.storageErr != nil:
+		s.Healthy, s.HealthError = false, "the disk refuses: "+m.storageErr.Error()
+	case k.phase == phaseDown:
+		s.Healthy, s.HealthError = false, "no Python kernel: "+k.detail
+	}
+	s.LastError = m.lastError
+	s.Resetting, s.Stopping = m.resetting, m.stopping != nil
+	if m.restarting != nil {
+		s.Restarting = m.restarting.ID
+	}
+	s.Kernel = api.KernelStatus{State: k.phase, Detail: k.detail, Python: k.python, Executable: k.executable, PID: k.pid, Mode: k.mode, PlainReason: k.plainReason(), Blocked: m.blocked()}
+	if s.Kernel.Blocked != nil {
+		s.Kernel.State = "blocked"
+	}
+	active := map[string][]string{}
+	for _, r := range m.sortedLive() {
+		if r.State == api.Queued {
+			s.Queued = append(s.Queued, r.ID)
+		} else {
+			s.Active = append(s.Active, r.ID)
+		}
+		active[r.Connection] = append(active[r.Connection], r.ID)
+	}
+	s.ConnectionCount, s.ClientCount = len(m.conns), len(m.clients)
+	if p.Detail {
+		for c := range m.conns {
+			x := api.Connection{ConnectionID: c.id, Kind: c.kind, Name: c.name, Version: c.version, ConnectedAt: c.since, LastActivity: c.activity,
+				Active: append([]string{}, active[c.id]...), TaskIDs: []string{}}
+			if c.client != nil {
+				id := c.client.id
+				x.ClientID = &id
+			}
+			s.Connections = append(s.Connections, x)
+		}
+	}
+	return s
+}
+
+func pidNamespace() string {
+	link, err := os.Readlink("/proc/self/ns/pid")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSuffix(strings.TrimPrefix(link, "pid:["), "]")
+}
+
+func limitOf(op string, n int) (int, error) {
+	if n == 0 {
+		return defaultList, nil
+	}
+	if n < 1 || n > maxList {
+		return 0, rpc.Errorf(rpc.CodeInvalidRequest, "%s: limit is %d; it must be between 1 and %d", op, n, maxList)
+	}
+	return n, nil
+}
+
+// logs pages through the lifecycle log; with WaitMS it waits for a line after Cursor.
+func (m *Manager) logs(ctx context.Context, p api.LogsParams) (*api.LogsPage, error) {
+	limit, err := limitOf("logs", p.Limit)
+	if err != nil {
+		return nil, err
+	}
+	after := int64(-1)
+	if p.Cursor != nil {
+		if after = *p.Cursor; after < 0 {
+			return nil, rpc.Errorf(api.CodeInvalidCursor, "logs: bad cursor %d: it cannot be negative", after)
+		}
+	}
+	ms := p.WaitMS
+	wait, _ := waitFor(&ms)
+	deadline := time.NewTimer(wait)
+	defer deadline.Stop()
+	for {
+		m.mu.Lock()
+		m.logWaiters++
+		again := m.logChanged
+		m.mu.Unlock()
+		last, err := m.store.LastEvent() // before the events: with a filter the cursor still moves on
+		if err != nil {
+			return nil, storageError(err, "the log could not be read")
+		}
+		events, err := m.store.Events(p.ClientID, after, limit)
+		if err != nil {
+			return nil, storageError(err, "the log could not be read")
+		}
+		if len(events) > 0 || wait <= 0 || after < 0 {
+			page := &api.LogsPage{Events: events, Cursor: max(after, 0)}
+			switch n := len(events); {
+			case n == limit && after >= 0:
+				page.Cursor = events[n-1].Seq
+			case n > 0:
+				page.Cursor = max(last, events[n-1].Seq)
+			default:
+				page.Cursor = max(last, page.Cursor)
+			}
+			for i := range events {
+				m.addOutput(&events[i])
+			}
+			return page, nil
+		}
+		select {
+		case <-again:
+		case <-deadline.C:
+			wait = 0
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// addOutput puts the text that an output line tells of into it. The log holds only
+// where in the journal it is.
+func (m *Manager) addOutput(e *api.LogEvent) {
+	if e.Event != "output" {
+		return
+	}
+	from, _ := e.Data["cursor"].(float64)
+	n, _ := e.Data["events"].(float64)
+	if n < 1 {
+		return
+	}
+	m.mu.Lock()
+	r := m.runs[e.ID]
+	m.mu.Unlock()
+	var p journal.Page
+	var err error
+	if r != nil {
+		p, _, err = r.log.Page(int64(from), logText)
+	} else {
+		path, index := journal.Paths(m.runsDir, e.ID)
+		p, _, err = journal.Read(path, index, int64(from), logText)
+	}
+	if err != nil {
+		e.Data["text_error"] = err.Error()
+		return
+	}
+	var text strings.Builder
+	taken := min(len(p.Events), int(n))
+	for _, raw := range p.Events[:taken] {
+		var ev api.Event
+		if json.Unmarshal(raw, &ev) == nil {
+			text.WriteString(ev.Text)
+		}
+	}
+	e.Data["text"] = text.String()
+	if taken < int(n) {
+		e.Data["truncated"] = true
+	}
+}
+
+func (m *Manager) history(_ context.Context, p api.HistoryParams) (*api.HistoryPage, error) {
+	limit, err := limitOf("history", p.Limit)
+	if err != nil {
+		return nil, err
+	}
+	before := int64(0)
+	if p.Cursor != nil {
+		if before = *p.Cursor; before < 1 {
+			return nil, rpc.Errorf(api.CodeInvalidCursor, "history: bad cursor %d", before)
+		}
+	}
+	list, err := m.store.History(p.ClientID, limit+1, before)
+	if err != nil {
+		return nil, storageError(err, "the history could not be read")
+	}
+	page := &api.HistoryPage{Items: []api.Record{}}
+	for i, e := range list {
+		if i == limit {
+			next := list[i-1].Seq
+			page.NextCursor = &next
+			break
+		}
+		r := recordOf(e)
+		r.Code, _ = summary(r.Code, 2<<10) // a list of 200 cells of 8 MiB is no list; record has it whole
+		page.Items = append(page.Items, *r)
+	}
+	return page, nil
+}
+
+func (m *Manager) record(_ context.Context, p api.RecordParams) (*api.Record, error) {
+	e, err := m.store.Entity(p.ID)
+	if err != nil {
+		return nil, storageError(err, "the record could not be read")
+	}
+	if e == nil {
+		return nil, rpc.Errorf(rpc.CodeNotFound, "there is no record %q in this workspace", p.ID).WithHint("mypr-mcp logs shows recent ones")
+	}
+	return recordOf(e), nil
+}
+
+func recordOf(e *store.Entity) *api.Record {
+	return &api.Record{ID: e.ID, Kind: e.Kind, ClientID: e.Client, ConnectionID: e.Connection, RequestID: e.Request, Generation: e.Generation,
+		State: e.State, Code: e.Code, Error: e.Error, ErrorInfo: e.ErrorInfo, Truncated: e.Truncated, OutputEvents: e.JournalEvents,
+		OutputBytes: e.OutputBytes, CreatedAt: e.Created, StartedAt: e.Started, FinishedAt: e.Finished}
+}
