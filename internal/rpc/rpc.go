@@ -141,9 +141,13 @@ func (r *Request) CloseFiles() {
 
 // Reply is what a handler returns when its answer carries descriptors. The
 // connection closes them after they are sent.
+//
+// Sent, when set, is called once the answer was written or could not be: for a service
+// that ends with its last answer.
 type Reply struct {
 	Value any
 	Files []*os.File
+	Sent  func()
 }
 
 // Handler answers requests. The context ends when the caller cancels or the
@@ -542,11 +546,15 @@ func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, fi
 	delete(c.running, f.ID)
 	c.mu.Unlock()
 	var send []*os.File
+	var sent func()
 	switch r := value.(type) {
 	case Reply:
-		value, send = r.Value, r.Files
+		value, send, sent = r.Value, r.Files, r.Sent
 	case *Reply:
-		value, send = r.Value, r.Files
+		value, send, sent = r.Value, r.Files, r.Sent
+	}
+	if sent != nil {
+		defer sent()
 	}
 	defer func() {
 		for _, f := range send {

@@ -32,7 +32,7 @@ const (
 	MethodSubscribe      = "subscribe"       // SubscribeParams -> []UnitStatus; then notifications "unit" (UnitEvent)
 	MethodWait           = "wait"            // WaitParams -> UnitStatus, when the unit is inactive or failed
 	MethodDaemonReload   = "daemon-reload"   // nil -> nil: read the unit files again
-	MethodReexec         = "reexec"          // ReexecParams -> nil: replace the supervisor's program in place
+	MethodReexec         = "reexec"          // ReexecParams -> error, or the connection ends: replace the program in place
 	MethodShutdown       = "shutdown"        // ShutdownParams -> nil: stop every unit, then exit
 
 	NotificationUnit = "unit"

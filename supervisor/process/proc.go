@@ -166,3 +166,47 @@ func Reap(pid int) {
 		}
 	}
 }
+
+// IsDescendant reports whether pid is below root.
+func IsDescendant(pid, root int) bool {
+	for range 10_000 {
+		ppid, err := Parent(pid)
+		if err != nil || ppid <= 1 && ppid != root {
+			return false
+		}
+		if ppid == root {
+			return true
+		}
+		pid = ppid
+	}
+	return false
+}
+
+// KillInvocation kills every process that has INVOCATION_ID=id in the environment it
+// was started with: the last resort when nothing else tells whose a process is.
+func KillInvocation(id string) {
+	want := []byte("INVOCATION_ID=" + id + "\x00")
+	self := os.Getpid()
+	for range 20 {
+		fresh := false
+		names, _ := os.ReadDir("/proc")
+		for _, n := range names {
+			pid, err := strconv.Atoi(n.Name())
+			if err != nil || pid == self {
+				continue
+			}
+			fd, err := unix.PidfdOpen(pid, 0)
+			if err != nil {
+				continue
+			}
+			env, err := os.ReadFile("/proc/" + n.Name() + "/environ")
+			if err == nil && len(id) == 32 && bytes.Contains(append([]byte{0}, env...), append([]byte{0}, want...)) {
+				fresh = unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0) == nil || fresh
+			}
+			unix.Close(fd)
+		}
+		if !fresh {
+			return
+		}
+	}
+}

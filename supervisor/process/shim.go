@@ -367,7 +367,7 @@ func signalTree(sig syscall.Signal, except []int) {
 			if err != nil {
 				continue
 			}
-			if isDescendant(pid, self) {
+			if IsDescendant(pid, self) {
 				_ = unix.PidfdSendSignal(fd, sig, nil, 0)
 			}
 			unix.Close(fd)
@@ -376,18 +376,4 @@ func signalTree(sig syscall.Signal, except []int) {
 			return
 		}
 	}
-}
-
-func isDescendant(pid, root int) bool {
-	for range 10_000 {
-		ppid, err := Parent(pid)
-		if err != nil || ppid <= 1 && ppid != root {
-			return false
-		}
-		if ppid == root {
-			return true
-		}
-		pid = ppid
-	}
-	return false
 }

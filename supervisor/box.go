@@ -1,0 +1,388 @@
+package supervisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"mypr/supervisor/cgroup"
+	"mypr/supervisor/process"
+	"mypr/supervisor/sockets"
+	"mypr/supervisor/spec"
+)
+
+// box is what holds all processes of one run: a cgroup (tiers 1 and 2) or a shim
+// (tier 3). Its methods are the loop's and do not block.
+type box interface {
+	// start starts a process and calls done when it was executed or could not be.
+	start(tag string, c *process.Command, done func(*process.Process, error))
+	signal(sig syscall.Signal, except ...int)
+	kill()
+	// allowTasks makes new processes possible again after kill.
+	allowTasks()
+	populated() bool
+	// onEmpty calls f once when nothing is left. If that is so already, it may never.
+	onEmpty(f func())
+	// freeze calls done when every process is stopped (or runs on).
+	freeze(on bool, done func(error))
+	contains(pid int) bool
+	pids() []int
+	// oom counts kills for want of memory; onOOM calls f when the count may have changed.
+	oom() uint64
+	onOOM(f func())
+	usage() cgroup.Usage
+	// remove takes the empty box away; it fails while something is left.
+	remove() error
+	// close lets go without touching what runs.
+	close()
+	record() *boxRecord
+}
+
+// frozenTimeout bounds the wait for cgroup.freeze to take effect: a process in an
+// uninterruptible sleep can hold it up.
+const frozenTimeout = 5 * time.Second
+
+func (s *Supervisor) newBox(u *unit) (box, error) {
+	name := u.name + "-" + u.Invocation
+	if s.tree == nil {
+		return s.newShimBox(u)
+	}
+	sv := u.def.Service
+	g, err := s.tree.New(name, cgroup.Limits{
+		MemoryMax: sv.MemoryMax, MemoryHigh: sv.MemoryHigh, MemorySwapMax: sv.MemorySwapMax,
+		CPUQuota: sv.CPUQuota, CPUWeight: sv.CPUWeight, TasksMax: sv.TasksMax,
+		OOMGroup: sv.OOMPolicy == "kill",
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &cgroupBox{s: s, g: g}, nil
+}
+
+type cgroupBox struct {
+	s        *Supervisor
+	g        *cgroup.Group
+	events   *watch
+	oomWatch *watch
+	empty    func()
+	frozen   func(error)
+	wantOn   bool
+	frozenT  *timer
+}
+
+func (b *cgroupBox) start(_ string, c *process.Command, done func(*process.Process, error)) {
+	c.CgroupFD = b.g.FD()
+	p, status, err := process.Start(c)
+	if err != nil || status == nil {
+		done(p, err)
+		return
+	}
+	w, werr := b.s.poll.add(process.FD(status), unix.EPOLLIN, nil)
+	if werr != nil {
+		done(p, process.ReadStatus(status))
+		return
+	}
+	w.f = func(uint32) {
+		w.remove()
+		done(p, process.ReadStatus(status))
+	}
+}
+
+func (b *cgroupBox) signal(sig syscall.Signal, except ...int) { _ = b.g.Signal(sig, except...) }
+func (b *cgroupBox) kill() {
+	if err := b.g.Kill(); err != nil {
+		b.s.log.Error("cannot kill the group", "group", b.g.Name, "err", err)
+	}
+}
+func (b *cgroupBox) allowTasks() { b.g.AllowTasks() }
+
+func (b *cgroupBox) populated() bool {
+	on, err := b.g.Populated()
+	if err != nil {
+		b.s.log.Error("cannot tell whether the group is empty", "group", b.g.Name, "err", err)
+		return true
+	}
+	return on
+}
+
+func (b *cgroupBox) onEmpty(f func()) {
+	b.empty = f
+	b.watchEvents()
+}
+
+func (b *cgroupBox) watchEvents() {
+	if b.events != nil {
+		b.events.arm(unix.EPOLLPRI)
+		return
+	}
+	fd, err := b.g.Events()
+	if err != nil {
+		return
+	}
+	if b.events, err = b.s.poll.add(fd, unix.EPOLLPRI, func(uint32) { b.changed() }); err != nil {
+		b.s.log.Error("cannot watch the group", "group", b.g.Name, "err", err)
+	}
+}
+
+func (b *cgroupBox) changed() {
+	if b.empty != nil && !b.populated() {
+		f := b.empty
+		b.empty = nil
+		f()
+	}
+	if b.frozen != nil {
+		if on, err := b.g.Frozen(); err == nil && on == b.wantOn {
+			b.thawed(nil)
+		}
+	}
+	if b.empty != nil || b.frozen != nil {
+		b.watchEvents()
+	}
+}
+
+func (b *cgroupBox) freeze(on bool, done func(error)) {
+	if b.frozen != nil {
+		b.thawed(errors.New("another freeze or thaw came before it took effect"))
+	}
+	if err := b.g.Freeze(on); err != nil {
+		done(err)
+		return
+	}
+	b.frozen, b.wantOn = done, on
+	b.frozenT = b.s.afterFunc(frozenTimeout, func() {
+		b.thawed(fmt.Errorf("not every process had stopped after %v", frozenTimeout))
+	})
+	b.changed()
+}
+
+func (b *cgroupBox) thawed(err error) {
+	f := b.frozen
+	b.frozen = nil
+	b.frozenT.stop()
+	f(err)
+}
+
+func (b *cgroupBox) contains(pid int) bool { return b.g.Contains(pid) }
+func (b *cgroupBox) pids() []int           { return b.g.PIDs() }
+func (b *cgroupBox) oom() uint64           { return b.g.OOMKills() }
+
+func (b *cgroupBox) onOOM(f func()) {
+	fd := b.g.OOMEvents()
+	if fd < 0 {
+		return
+	}
+	b.g.OOMKills()
+	b.oomWatch, _ = b.s.poll.add(fd, unix.EPOLLPRI, func(uint32) {
+		f()
+		b.oomWatch.arm(unix.EPOLLPRI)
+	})
+}
+
+func (b *cgroupBox) usage() cgroup.Usage { return cgroup.ReadUsage(b.g.Dir()) }
+
+func (b *cgroupBox) remove() error {
+	if err := b.g.Remove(); err != nil {
+		return err
+	}
+	b.close()
+	return nil
+}
+
+func (b *cgroupBox) close() {
+	b.events.remove()
+	b.oomWatch.remove()
+	if b.frozen != nil {
+		b.thawed(errors.New("the unit has ended"))
+	}
+	b.empty = nil
+	b.g.Close()
+}
+
+func (b *cgroupBox) record() *boxRecord { return &boxRecord{Cgroup: b.g.Name} }
+
+// shimBox is the box of tier 3. Calls to the shim that wait for an answer run in
+// goroutines that end with the shim's connection.
+type shimBox struct {
+	s      *Supervisor
+	u      *unit
+	shim   *process.Shim
+	sock   string
+	full   bool // something was started and the shim did not say that it is empty
+	empty  func()
+	closed bool
+	before []process.ShimProcess // as found when a running shim was attached to
+	early  []process.ShimProcess // ends that came before the answer to their start
+}
+
+func (s *Supervisor) newShimBox(u *unit) (box, error) {
+	base := filepath.Join(filepath.Dir(s.opt.StatePath), u.Invocation)
+	b := &shimBox{s: s, u: u, sock: base + ".shim"}
+	l, err := sockets.Listen(b.sock, sockets.Config{})
+	if err != nil {
+		return nil, err
+	}
+	defer l.Close()
+	if b.shim, err = process.StartShim(l, exitFile(b.sock), b.hooks()); err != nil {
+		_ = os.Remove(b.sock)
+		return nil, err
+	}
+	return b, nil
+}
+
+func (b *shimBox) hooks() process.ShimEvents {
+	return process.ShimEvents{
+		Exit: func(p process.ShimProcess) {
+			b.s.queue.post(func() { b.exited(p) })
+		},
+		Empty: func() {
+			b.s.queue.post(func() {
+				b.full = false
+				b.emptied()
+			})
+		},
+		Gone: func() { b.s.queue.post(b.gone) },
+	}
+}
+
+func (b *shimBox) emptied() {
+	if f := b.empty; f != nil && !b.full {
+		b.empty = nil
+		f()
+	}
+}
+
+// gone: the shim died (or was ended by remove). What it held cannot be attributed by
+// descent any more; the invocation id in the environment still names it.
+func (b *shimBox) gone() {
+	if b.closed {
+		return
+	}
+	b.s.log.Error("the shim of a unit died; killing what it held", "unit", b.u.name, "invocation", b.u.Invocation)
+	b.full = false
+	process.KillInvocation(b.u.Invocation)
+	b.s.shimDied(b)
+	b.emptied()
+}
+
+func (b *shimBox) start(tag string, c *process.Command, done func(*process.Process, error)) {
+	b.full = true
+	// The files are the caller's and may be closed when this returns.
+	d := *c
+	var dups []*os.File
+	dup := func(f *os.File) *os.File {
+		if f == nil {
+			return nil
+		}
+		n, err := process.Dup(f)
+		if err != nil {
+			return nil
+		}
+		dups = append(dups, n)
+		return n
+	}
+	for i := range d.Stdio {
+		d.Stdio[i] = dup(c.Stdio[i])
+	}
+	d.Files = nil
+	for _, f := range c.Files {
+		d.Files = append(d.Files, dup(f))
+	}
+	go func() {
+		p, err := b.shim.Start(context.Background(), tag, &d) // ends with the connection at the latest
+		for _, f := range dups {
+			f.Close()
+		}
+		b.s.queue.post(func() {
+			done(p, err)
+			if p != nil {
+				early := b.early
+				b.early = nil
+				for _, e := range early {
+					b.exited(e)
+				}
+			}
+		})
+	}()
+}
+
+// exited: the shim reports the end of a process that it started.
+func (b *shimBox) exited(p process.ShimProcess) {
+	if pr := b.s.procs[p.PID]; pr != nil && pr.shim && pr.p.StartTime == p.StartTime {
+		pr.u.ended(pr, p.Exit)
+		return
+	}
+	b.early = append(b.early, p)
+}
+
+func (b *shimBox) signal(sig syscall.Signal, except ...int) { _ = b.shim.Signal(sig, except...) }
+func (b *shimBox) kill()                                    { _ = b.shim.Kill() }
+func (b *shimBox) allowTasks()                              {}
+func (b *shimBox) populated() bool                          { return b.full }
+func (b *shimBox) onEmpty(f func())                         { b.empty = f }
+
+func (b *shimBox) freeze(on bool, done func(error)) {
+	go func() {
+		ctx, cancel := context.WithTimeout(context.Background(), frozenTimeout)
+		defer cancel()
+		err := b.shim.Freeze(ctx, on)
+		b.s.queue.post(func() { done(err) })
+	}()
+}
+
+func (b *shimBox) contains(pid int) bool {
+	return process.IsDescendant(pid, b.shim.Process.PID)
+}
+
+func (b *shimBox) pids() []int {
+	pids, _ := process.Descendants(b.shim.Process.PID)
+	return pids
+}
+func (b *shimBox) oom() uint64         { return 0 }
+func (b *shimBox) onOOM(func())        {}
+func (b *shimBox) usage() cgroup.Usage { return cgroup.Usage{} }
+
+func (b *shimBox) remove() error {
+	if b.full {
+		return syscall.EBUSY
+	}
+	_ = b.shim.Quit()
+	_ = os.Remove(b.sock)
+	b.release()
+	return nil
+}
+
+func (b *shimBox) close() { b.release() }
+
+func (b *shimBox) release() {
+	if !b.closed {
+		b.closed = true
+		b.shim.Close()
+	}
+}
+
+func (b *shimBox) record() *boxRecord {
+	return &boxRecord{Socket: b.sock, Shim: &procRecord{b.shim.Process.PID, b.shim.Process.StartTime}}
+}
+
+// setup is what of the unit only the new process can set.
+func setup(sv *spec.Service) process.Setup {
+	st := process.Setup{UMask: sv.UMask, Nice: sv.Nice}
+	for _, l := range []struct {
+		n int
+		r *spec.Rlimit
+	}{
+		{unix.RLIMIT_NOFILE, sv.LimitNOFILE}, {unix.RLIMIT_NPROC, sv.LimitNPROC}, {unix.RLIMIT_CORE, sv.LimitCORE},
+		{unix.RLIMIT_AS, sv.LimitAS}, {unix.RLIMIT_CPU, sv.LimitCPU}, {unix.RLIMIT_FSIZE, sv.LimitFSIZE},
+	} {
+		if l.r != nil {
+			st.Rlimits = append(st.Rlimits, process.Rlimit{Resource: l.n, Soft: l.r.Soft, Hard: l.r.Hard})
+		}
+	}
+	return st
+}

@@ -1,0 +1,498 @@
+package supervisor
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"os/user"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"github.com/creack/pty"
+	"golang.org/x/sys/unix"
+
+	"mypr/supervisor/notify"
+	"mypr/supervisor/process"
+	"mypr/supervisor/spec"
+)
+
+// ControlEnvironment is the variable that tells every unit where the control socket is.
+const ControlEnvironment = "MYPR_CONTROL"
+
+// private are variables of the supervisor's own service protocol: they are about the
+// supervisor, and a unit must not take them for its own.
+var private = []string{
+	"NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID", "FDSTORE", "WATCHDOG_PID",
+	"WATCHDOG_USEC", "INVOCATION_ID", "MAINPID", "MANAGERPID", "JOURNAL_STREAM", "SERVICE_RESULT", "EXIT_CODE",
+	"EXIT_STATUS", "SYSTEMD_EXEC_PID", "MEMORY_PRESSURE_WATCH", "MEMORY_PRESSURE_WRITE", reexecEnvironment,
+}
+
+// environment of a command of the unit. Later entries win: the supervisor's own
+// environment, Environment=, EnvironmentFile=, then UnsetEnvironment= takes away, and
+// what the service protocol sets cannot be overridden.
+func (u *unit) environment(main bool, cred *credential) ([]string, error) {
+	sv := u.def.Service
+	env := map[string]string{}
+	set := func(kv string) {
+		if k, v, ok := strings.Cut(kv, "="); ok && k != "" {
+			env[k] = v
+		}
+	}
+	if !sv.ExactEnvironment {
+		for _, kv := range os.Environ() {
+			set(kv)
+		}
+		for _, k := range private {
+			delete(env, k)
+		}
+		if env["PATH"] == "" {
+			env["PATH"] = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
+		}
+		if cred != nil {
+			env["USER"], env["LOGNAME"], env["HOME"] = cred.name, cred.name, cred.home
+		}
+	}
+	for _, k := range sv.PassEnvironment {
+		if v, ok := os.LookupEnv(k); ok {
+			env[k] = v
+		}
+	}
+	for _, kv := range sv.Environment {
+		set(kv)
+	}
+	for _, path := range sv.EnvironmentFile {
+		path, optional := strings.CutPrefix(path, "-")
+		b, err := os.ReadFile(path)
+		if err != nil {
+			if optional && errors.Is(err, fs.ErrNotExist) {
+				continue
+			}
+			return nil, fmt.Errorf("EnvironmentFile=: %w", err)
+		}
+		for _, kv := range parseEnvironmentFile(string(b)) {
+			set(kv)
+		}
+	}
+	for _, k := range sv.UnsetEnvironment {
+		if k, v, ok := strings.Cut(k, "="); !ok || env[k] == v {
+			delete(env, k)
+		}
+	}
+	if u.isTTY() && env["TERM"] == "" {
+		env["TERM"] = "xterm-256color"
+	}
+	env["INVOCATION_ID"] = u.Invocation
+	if u.s.opt.ControlPath != "" {
+		env[ControlEnvironment] = u.s.opt.ControlPath
+	}
+	if u.notifyAccess() != "none" && u.s.opt.NotifyPath != "" {
+		env[notify.Environment] = u.s.opt.NotifyPath
+	}
+	if main && u.WatchdogUS > 0 {
+		env["WATCHDOG_USEC"] = strconv.FormatInt(u.WatchdogUS, 10)
+	}
+	if !main && u.main != nil && u.main.p != nil {
+		env["MAINPID"] = strconv.Itoa(u.main.p.PID)
+	}
+	if u.State == Stop || u.State == StopPost {
+		env["SERVICE_RESULT"] = u.Result
+		if u.MainEnded && u.Exit.Known {
+			switch {
+			case u.Exit.Signal == 0:
+				env["EXIT_CODE"], env["EXIT_STATUS"] = "exited", strconv.Itoa(u.Exit.Code)
+			case u.Exit.CoreDump:
+				env["EXIT_CODE"], env["EXIT_STATUS"] = "dumped", strings.TrimPrefix(process.SignalName(u.Exit.Signal), "SIG")
+			default:
+				env["EXIT_CODE"], env["EXIT_STATUS"] = "killed", strings.TrimPrefix(process.SignalName(u.Exit.Signal), "SIG")
+			}
+		}
+	}
+	list := make([]string, 0, len(env)+4)
+	for k, v := range env {
+		list = append(list, k+"="+v)
+	}
+	slices.Sort(list)
+	return list, nil
+}
+
+// parseEnvironmentFile reads NAME=VALUE lines as systemd.exec(5) describes them:
+// comments with # or ;, continuation with a backslash, single and double quotes.
+func parseEnvironmentFile(text string) []string {
+	var list []string
+	for i := 0; i < len(text); {
+		for i < len(text) && strings.IndexByte(" \t\r\n", text[i]) >= 0 {
+			i++
+		}
+		if i < len(text) && (text[i] == '#' || text[i] == ';') {
+			for i < len(text) && text[i] != '\n' {
+				if text[i] == '\\' {
+					i++
+				}
+				i++
+			}
+			continue
+		}
+		start := i
+		for i < len(text) && text[i] != '=' && text[i] != '\n' {
+			i++
+		}
+		if i >= len(text) || text[i] == '\n' {
+			continue // no assignment
+		}
+		name := strings.TrimSpace(text[start:i])
+		i++
+		for i < len(text) && (text[i] == ' ' || text[i] == '\t') {
+			i++
+		}
+		var v strings.Builder
+		var quote byte
+		keep := 0 // length of v up to which trailing blanks are part of the value
+	value:
+		for ; i < len(text); i++ {
+			c := text[i]
+			switch {
+			case c == '\\' && quote != '\'' && i+1 < len(text):
+				i++
+				if text[i] == '\n' {
+					continue
+				}
+				if quote == '"' && strings.IndexByte("\"\\`$", text[i]) < 0 {
+					v.WriteByte('\\')
+				}
+				v.WriteByte(text[i])
+				keep = v.Len()
+			case quote != 0 && c == quote:
+				quote = 0
+				keep = v.Len()
+			case quote == 0 && (c == '"' || c == '\''):
+				quote = c
+			case quote == 0 && c == '\n':
+				break value
+			default:
+				v.WriteByte(c)
+				if quote != 0 || c != ' ' && c != '\t' && c != '\r' {
+					keep = v.Len()
+				}
+			}
+		}
+		if name != "" {
+			list = append(list, name+"="+v.String()[:keep])
+		}
+	}
+	return list
+}
+
+// expand replaces variables in a command's arguments as systemd.service(5) says:
+// ${NAME} anywhere in a word, by its value; $NAME as a word of its own, by its value
+// split at blanks into any number of words; $$ is a dollar sign. argv[0] is left alone.
+func expand(args, env []string) []string {
+	lookup := func(name string) string {
+		for i := len(env) - 1; i >= 0; i-- {
+			if k, v, ok := strings.Cut(env[i], "="); ok && k == name {
+				return v
+			}
+		}
+		return ""
+	}
+	out := make([]string, 0, len(args))
+	for i, a := range args {
+		if i == 0 || !strings.Contains(a, "$") {
+			out = append(out, a)
+			continue
+		}
+		if name := a[1:]; a[0] == '$' && isVariable(name) {
+			out = append(out, strings.Fields(lookup(name))...)
+			continue
+		}
+		var b strings.Builder
+		for j := 0; j < len(a); j++ {
+			if a[j] == '$' && j+1 < len(a) {
+				if a[j+1] == '$' {
+					b.WriteByte('$')
+					j++
+					continue
+				}
+				if a[j+1] == '{' {
+					if end := strings.IndexByte(a[j:], '}'); end > 2 && isVariable(a[j+2:j+end]) {
+						b.WriteString(lookup(a[j+2 : j+end]))
+						j += end
+						continue
+					}
+				}
+			}
+			b.WriteByte(a[j])
+		}
+		out = append(out, b.String())
+	}
+	return out
+}
+
+func isVariable(s string) bool {
+	for i := range len(s) {
+		c := s[i]
+		if c != '_' && (c < 'a' || c > 'z') && (c < 'A' || c > 'Z') && (i == 0 || c < '0' || c > '9') {
+			return false
+		}
+	}
+	return s != ""
+}
+
+type credential struct {
+	cred       syscall.Credential
+	name, home string
+}
+
+// credential of User= and Group=; nil when neither asks for another identity.
+func (u *unit) credential() (*credential, error) {
+	sv := u.def.Service
+	if sv.User == "" && sv.Group == "" {
+		return nil, nil
+	}
+	c := &credential{cred: syscall.Credential{Uid: uint32(os.Getuid()), Gid: uint32(os.Getgid())}}
+	id := sv.User
+	if id == "" {
+		id = strconv.Itoa(os.Getuid())
+	}
+	usr, err := user.Lookup(id)
+	if err != nil {
+		if usr, err = user.LookupId(id); err != nil {
+			return nil, fmt.Errorf("User=%s: %w", id, err)
+		}
+	}
+	c.name, c.home = usr.Username, usr.HomeDir
+	c.cred.Uid, c.cred.Gid = number(usr.Uid), number(usr.Gid)
+	if groups, err := usr.GroupIds(); err == nil {
+		for _, g := range groups {
+			c.cred.Groups = append(c.cred.Groups, number(g))
+		}
+	}
+	if sv.Group != "" {
+		g, err := user.LookupGroup(sv.Group)
+		if err != nil {
+			if g, err = user.LookupGroupId(sv.Group); err != nil {
+				return nil, fmt.Errorf("Group=%s: %w", sv.Group, err)
+			}
+		}
+		c.cred.Gid = number(g.Gid)
+	}
+	if int(c.cred.Uid) == os.Getuid() && int(c.cred.Gid) == os.Getgid() {
+		return nil, nil // and no privilege is needed for it
+	}
+	return c, nil
+}
+
+func number(s string) uint32 {
+	n, _ := strconv.ParseUint(s, 10, 32)
+	return uint32(n)
+}
+
+// command makes the process description of a command. The files in it stay the unit's,
+// but for those returned, which the caller closes after the start.
+func (u *unit) command(c spec.Command, main bool) (*process.Command, []*os.File, error) {
+	sv := u.def.Service
+	cred, err := u.credential()
+	if err != nil {
+		return nil, nil, err
+	}
+	env, err := u.environment(main, cred)
+	if err != nil {
+		return nil, nil, err
+	}
+	p := &process.Command{Path: c.Path, Args: c.Args, Env: env, CgroupFD: -1, Setup: setup(sv)}
+	if len(p.Args) == 0 {
+		p.Args = []string{c.Path}
+	}
+	if !c.NoExpand {
+		p.Args = expand(p.Args, env)
+	}
+	if cred != nil {
+		p.Credential = &cred.cred
+	}
+	if p.Path, err = lookPath(c.Path, env); err != nil {
+		return nil, nil, err
+	}
+	if p.Dir, err = u.workingDirectory(cred); err != nil {
+		return nil, nil, err
+	}
+	var opened []*os.File
+	p.Stdio, opened, err = u.stdio(main)
+	if err != nil {
+		closeAll(opened)
+		return nil, nil, err
+	}
+	p.TTY = main && u.isTTY()
+	if main {
+		names, files := u.passedFDs()
+		if len(files) > 0 {
+			p.Files = files
+			p.Env = append(p.Env, "LISTEN_FDS="+strconv.Itoa(len(files)), "LISTEN_FDNAMES="+strings.Join(names, ":"))
+			p.Setup.ListenPID = true
+		}
+	}
+	return p, opened, nil
+}
+
+func lookPath(path string, env []string) (string, error) {
+	if strings.Contains(path, "/") {
+		return path, nil
+	}
+	for _, kv := range env {
+		if dirs, ok := strings.CutPrefix(kv, "PATH="); ok {
+			for _, d := range filepath.SplitList(dirs) {
+				if p := filepath.Join(d, path); d != "" && filepath.IsAbs(p) && unix.Access(p, unix.X_OK) == nil {
+					return p, nil
+				}
+			}
+		}
+	}
+	return "", &exec.Error{Name: path, Err: exec.ErrNotFound}
+}
+
+func (u *unit) workingDirectory(cred *credential) (string, error) {
+	dir := u.def.Service.WorkingDirectory
+	if dir == "~" {
+		dir, _ = os.UserHomeDir()
+		if cred != nil {
+			dir = cred.home
+		}
+	}
+	if dir == "" {
+		return "/", nil
+	}
+	fi, err := os.Stat(dir)
+	if err == nil && !fi.IsDir() {
+		err = &fs.PathError{Op: "chdir", Path: dir, Err: syscall.ENOTDIR}
+	}
+	if err != nil {
+		if u.def.Service.WorkingDirectoryOptional {
+			return "/", nil
+		}
+		return "", fmt.Errorf("WorkingDirectory=: %w", err)
+	}
+	return dir, nil
+}
+
+func (u *unit) isTTY() bool { return u.def.Service.StandardInput == spec.StdioPTY }
+
+// openStdio makes the pipes or the pty of a run: the process's ends go to u.ends, the
+// client's to u.kept. Ends of an earlier run are used again, so that a client keeps
+// its pipes over a restart of the unit.
+func (u *unit) openStdio() error {
+	sv := u.def.Service
+	if u.isTTY() {
+		if u.kept["pty"] != nil {
+			return nil
+		}
+		master, slave, err := pty.Open()
+		if err != nil {
+			return fmt.Errorf("cannot open a pty: %w", err)
+		}
+		rows, cols := sv.TTYRows, sv.TTYColumns
+		if rows == 0 || cols == 0 {
+			rows, cols = 24, 80
+		}
+		_ = setWinsize(master, rows, cols)
+		_ = unix.SetNonblock(process.FD(master), true)
+		u.keep("pty", master)
+		for i := range u.ends {
+			u.ends[i], err = process.Dup(slave)
+			if err != nil {
+				return err
+			}
+		}
+		return slave.Close()
+	}
+	for i, mode := range []string{sv.StandardInput, sv.StandardOutput, sv.StandardError} {
+		if mode != spec.StdioPipe || u.ends[i] != nil {
+			continue
+		}
+		var p [2]int
+		if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {
+			return os.NewSyscallError("pipe", err)
+		}
+		name := []string{"stdin", "stdout", "stderr"}[i]
+		mine, theirs := p[0], p[1] // client reads
+		if i == 0 {
+			mine, theirs = p[1], p[0]
+		}
+		_ = unix.SetNonblock(mine, true) // the process's end is another description and stays blocking
+		u.ends[i] = os.NewFile(uintptr(theirs), name)
+		u.keep(name, os.NewFile(uintptr(mine), name))
+	}
+	return nil
+}
+
+func setWinsize(f *os.File, rows, cols uint16) error {
+	return unix.IoctlSetWinsize(process.FD(f), unix.TIOCSWINSZ, &unix.Winsize{Row: rows, Col: cols})
+}
+
+// stdio resolves the three streams. Only the main process gets standard input.
+func (u *unit) stdio(main bool) (s [3]*os.File, opened []*os.File, err error) {
+	sv := u.def.Service
+	out := sv.StandardOutput
+	if out == "" && u.isTTY() {
+		out = spec.StdioPTY
+	}
+	errMode := sv.StandardError
+	modes := []string{sv.StandardInput, out, errMode}
+	own := []*os.File{nil, os.Stdout, os.Stderr}
+	for i, mode := range modes {
+		if i == 0 && !main {
+			continue
+		}
+		kind, arg, _ := strings.Cut(mode, ":")
+		switch kind {
+		case "":
+			switch i {
+			case 1:
+				s[1] = own[1]
+			case 2:
+				s[2] = s[1]
+				if out == "" || out == spec.StdioInherit || out == spec.StdioJournal {
+					s[2] = own[2]
+				}
+			}
+		case spec.StdioNull:
+		case spec.StdioInherit, spec.StdioJournal:
+			s[i] = own[i]
+		case spec.StdioPipe, spec.StdioPTY:
+			s[i] = u.ends[i]
+		case "fd":
+			if s[i] = u.given[arg]; s[i] == nil && main {
+				return s, opened, fmt.Errorf("there is no descriptor %q for %s", arg, mode)
+			}
+		case "file", "append", "truncate":
+			flag := os.O_WRONLY | os.O_CREATE
+			switch {
+			case i == 0:
+				flag = os.O_RDONLY
+			case kind == "append":
+				flag |= os.O_APPEND
+			case kind == "truncate":
+				flag |= os.O_TRUNC
+			}
+			f, err := os.OpenFile(arg, flag, 0o644)
+			if err != nil {
+				return s, opened, err
+			}
+			opened = append(opened, f)
+			s[i] = f
+		default:
+			return s, opened, fmt.Errorf("unknown stdio mode %q", mode)
+		}
+	}
+	return s, opened, nil
+}
+
+func closeAll(files []*os.File) {
+	for _, f := range files {
+		if f != nil {
+			f.Close()
+		}
+	}
+}

@@ -1,0 +1,230 @@
+package supervisor_test
+
+import (
+	"context"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"mypr/supervisor"
+	"mypr/supervisor/cgroup"
+	"mypr/supervisor/control"
+	"mypr/supervisor/process"
+	"mypr/supervisor/spec"
+)
+
+// roleVariable makes the test binary a child role instead of a test run.
+const roleVariable = "MYPR_TEST_ROLE"
+
+func TestMain(m *testing.M) {
+	process.HelperMain()
+	if r := os.Getenv(roleVariable); r != "" {
+		f, ok := roles[r]
+		if !ok {
+			fmt.Fprintln(os.Stderr, "no role", r)
+			os.Exit(99)
+		}
+		f(os.Args[1:])
+		os.Exit(0)
+	}
+	code := m.Run()
+	if code == 0 {
+		if err := goleak.Find(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			code = 1
+		}
+		if pids, err := process.Descendants(os.Getpid()); err != nil || len(pids) > 0 {
+			for _, pid := range pids {
+				fmt.Fprintln(os.Stderr, "process left:", process.Describe(pid))
+			}
+			code = 1
+		}
+		if z := process.PeekZombie(); z != 0 {
+			fmt.Fprintln(os.Stderr, "zombie left:", z)
+			code = 1
+		}
+	}
+	os.Exit(code)
+}
+
+// deadline of everything that a test waits for.
+const deadline = 20 * time.Second
+
+func testContext(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// env is a supervisor in this process with a client.
+type env struct {
+	t       testing.TB
+	ctx     context.Context
+	dir     string
+	units   map[string]*spec.Unit
+	opt     supervisor.Options
+	c       *control.Client
+	stopped chan error
+	cancel  context.CancelFunc
+}
+
+// tiers runs a test in each tier that the machine has.
+func tiers(t *testing.T, f func(t *testing.T, tier int)) {
+	for _, tier := range []int{2, 3} {
+		t.Run("tier"+strconv.Itoa(tier), func(t *testing.T) { f(t, tier) })
+	}
+}
+
+func options(t testing.TB, tier int, units ...*spec.Unit) (*env, supervisor.Options) {
+	dir, err := os.MkdirTemp("", "sv")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	e := &env{t: t, ctx: testContext(t), dir: dir, units: map[string]*spec.Unit{}}
+	for _, u := range units {
+		e.units[u.Name] = u
+	}
+	opt := supervisor.Options{
+		Load: func(name string) (*spec.Unit, []string, error) {
+			if u := e.units[name]; u != nil {
+				return u, nil, nil
+			}
+			return nil, nil, fs.ErrNotExist
+		},
+		Names:       func() ([]string, error) { return slices.Sorted(maps.Keys(e.units)), nil },
+		ControlPath: filepath.Join(dir, "ctl"), NotifyPath: filepath.Join(dir, "ntf"), StatePath: filepath.Join(dir, "state"),
+		CgroupName: "mypr-test-" + filepath.Base(dir), Version: "test", ForceTier: tier,
+		Logger: slog.New(slog.NewTextHandler(testWriter{t}, &slog.HandlerOptions{Level: slog.LevelDebug})),
+	}
+	return e, opt
+}
+
+type testWriter struct{ t testing.TB }
+
+func (w testWriter) Write(b []byte) (int, error) {
+	w.t.Logf("%s", b)
+	return len(b), nil
+}
+
+// start runs a supervisor and checks at the end that it left nothing.
+func start(t testing.TB, tier int, units ...*spec.Unit) *env {
+	t.Helper()
+	e, opt := options(t, tier, units...)
+	e.run(opt)
+	return e
+}
+
+func (e *env) run(opt supervisor.Options) {
+	t := e.t
+	t.Helper()
+	fds := openFDs()
+	ready := make(chan error, 1)
+	opt.Ready = func(err error) { ready <- err }
+	s, err := supervisor.New(opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.opt = opt
+	ctx, cancel := context.WithCancel(context.Background())
+	e.cancel = cancel
+	e.stopped = make(chan error, 1)
+	go func() { e.stopped <- s.Run(ctx) }()
+	select {
+	case err := <-ready:
+		if err != nil {
+			t.Logf("ready: %v", err)
+		}
+	case <-e.ctx.Done():
+		t.Fatal("not ready in time")
+	}
+	e.c = e.dial()
+	t.Cleanup(func() {
+		e.c.Close()
+		e.stop()
+		if left := openFDs() - fds; left > 0 {
+			t.Errorf("%d descriptors are left open", left)
+		}
+		if own, err := cgroup.Own(); err == nil {
+			if _, err := os.Stat(filepath.Join(own, opt.CgroupName)); err == nil {
+				t.Errorf("cgroup %s is left", opt.CgroupName)
+			}
+		}
+	})
+}
+
+func (e *env) dial() *control.Client {
+	e.t.Helper()
+	c, err := control.Dial(e.ctx, e.opt.ControlPath)
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	return c
+}
+
+func (e *env) stop() {
+	e.cancel()
+	select {
+	case err := <-e.stopped:
+		if err != nil {
+			e.t.Errorf("Run: %v", err)
+		}
+		e.stopped <- nil
+	case <-time.After(deadline):
+		e.t.Error("the supervisor did not end")
+	}
+}
+
+func openFDs() int {
+	entries, _ := os.ReadDir("/proc/self/fd")
+	return len(entries)
+}
+
+// role is a service that runs a role of the test binary.
+func role(name, r string, args ...string) *spec.Unit {
+	return &spec.Unit{Name: name, Service: &spec.Service{
+		Type:        spec.TypeExec,
+		ExecStart:   []spec.Command{{Path: "/proc/self/exe", Args: append([]string{r}, args...)}},
+		Environment: []string{roleVariable + "=" + r},
+	}}
+}
+
+func shell(name, script string) *spec.Unit {
+	return &spec.Unit{Name: name, Service: &spec.Service{
+		Type:      spec.TypeExec,
+		ExecStart: []spec.Command{{Path: "/bin/sh", Args: []string{"sh", "-c", script}, NoExpand: true}},
+	}}
+}
+
+func (e *env) must(err error) {
+	e.t.Helper()
+	if err != nil {
+		e.t.Fatal(err)
+	}
+}
+
+func (e *env) transient(u *spec.Unit) control.TransientResult {
+	e.t.Helper()
+	r, files, err := e.c.StartTransient(e.ctx, control.TransientParams{Unit: u})
+	e.must(err)
+	for _, f := range files {
+		f.Close()
+	}
+	return r
+}
+
+func (e *env) status(name string) control.UnitStatus {
+	e.t.Helper()
+	d, err := e.c.Show(e.ctx, name)
+	e.must(err)
+	return d.UnitStatus
+}

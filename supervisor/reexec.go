@@ -1,0 +1,291 @@
+package supervisor
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"mypr/internal/rpc"
+	"mypr/supervisor/control"
+	"mypr/supervisor/notify"
+	"mypr/supervisor/process"
+	"mypr/supervisor/sockets"
+)
+
+// reexecEnvironment names the descriptor of the memfd that holds the state for the
+// program that takes over.
+const reexecEnvironment = "MYPR_SUPERVISOR_STATE_FD"
+
+// Kinds of descriptors that go over a re-execution.
+const (
+	fdControl = "control"
+	fdNotify  = "notify"
+	fdListen  = "listen" // Unit, Name: address
+	fdKept    = "kept"   // Unit, Name
+	fdEnd     = "end"    // Unit, Name: index
+	fdGiven   = "given"  // Unit, Name
+	fdPassed  = "passed" // Unit, Name: given, and in LISTEN_FDS
+	fdStored  = "stored" // Unit, Name; Poll
+)
+
+type fdRecord struct {
+	Kind   string `json:"kind"`
+	Unit   string `json:"unit,omitempty"`
+	Name   string `json:"name,omitempty"`
+	FD     int    `json:"fd"`
+	Poll   bool   `json:"poll,omitempty"`
+	Handed bool   `json:"handed,omitempty"`
+}
+
+type reexecRequest struct {
+	executable string
+	answer     func(error)
+}
+
+func (a api) Reexec(ctx context.Context, p control.ReexecParams) error {
+	_, err := ask(ctx, a.s, func(answer func(none, error)) {
+		s := a.s
+		if s.reexec != nil || s.shutting {
+			answer(none{}, rpc.Errorf(rpc.CodeConflict, "the supervisor is ending or re-executing already"))
+			return
+		}
+		exe := p.Executable
+		if exe == "" {
+			exe = s.opt.Executable
+		}
+		s.reexec = &reexecRequest{executable: exe, answer: func(err error) { answer(none{}, err) }}
+	}, nil)
+	return err
+}
+
+// maybeReexec becomes the new program once no process is half started. If that fails
+// everything goes on as before.
+func (s *Supervisor) maybeReexec() {
+	r := s.reexec
+	if r == nil {
+		return
+	}
+	for _, u := range s.units {
+		for _, pr := range []*proc{u.main, u.control} {
+			if pr != nil && pr.p == nil {
+				return // its end of the exec status pipe would be lost; the next turn tries again
+			}
+		}
+	}
+	s.reexec = nil
+	err := s.become(r.executable)
+	s.log.Error("cannot re-execute; going on as before", "executable", r.executable, "err", err)
+	r.answer(rpc.Errorf(rpc.CodeInternal, "cannot execute %s: %v; the old supervisor goes on", r.executable, err))
+}
+
+// become returns only when it failed.
+func (s *Supervisor) become(executable string) (err error) {
+	if err := unix.Access(executable, unix.X_OK); err != nil {
+		return err
+	}
+	var notifyFile *os.File
+	if s.notify != nil {
+		// No message may be read by a program that ends before handling it.
+		if notifyFile, err = s.notify.File(); err != nil {
+			return err
+		}
+		s.notify.Close()
+		defer func() {
+			var serr error
+			if s.notify, serr = notify.Serve(notifyFile, func(m *notify.Message) { s.queue.post(func() { s.notified(m) }) }); serr != nil {
+				s.log.Error("the notify socket is lost", "err", serr)
+			}
+		}()
+		for _, f := range s.queue.take() {
+			s.turn(f)
+		}
+	}
+	h := s.header()
+	var open []int
+	add := func(r fdRecord, f *os.File) {
+		if f == nil {
+			return
+		}
+		r.FD = process.FD(f)
+		h.FDs = append(h.FDs, r)
+		open = append(open, r.FD)
+	}
+	add(fdRecord{Kind: fdControl}, s.listener)
+	add(fdRecord{Kind: fdNotify}, notifyFile)
+	for _, u := range s.sorted() {
+		for _, l := range u.listeners {
+			add(fdRecord{Kind: fdListen, Unit: u.name, Name: l.addr, Handed: l.handed}, l.file)
+		}
+		for name, f := range u.kept {
+			add(fdRecord{Kind: fdKept, Unit: u.name, Name: name}, f)
+		}
+		for i, f := range u.ends {
+			add(fdRecord{Kind: fdEnd, Unit: u.name, Name: strconv.Itoa(i)}, f)
+		}
+		passed := map[string]bool{}
+		for _, name := range u.passed {
+			passed[name] = true
+			add(fdRecord{Kind: fdPassed, Unit: u.name, Name: name}, u.given[name])
+		}
+		for name, f := range u.given {
+			if !passed[name] {
+				add(fdRecord{Kind: fdGiven, Unit: u.name, Name: name}, f)
+			}
+		}
+		for _, st := range u.stored {
+			add(fdRecord{Kind: fdStored, Unit: u.name, Name: st.name, Poll: st.w != nil}, st.file)
+		}
+	}
+	var b bytes.Buffer
+	sf := stateFile{}
+	if err := sf.snapshot(&b, h, s.sorted()); err != nil {
+		return err
+	}
+	fd, err := unix.MemfdCreate("supervisor-state", unix.MFD_CLOEXEC)
+	if err != nil {
+		return os.NewSyscallError("memfd_create", err)
+	}
+	mem := os.NewFile(uintptr(fd), "state")
+	defer mem.Close()
+	if _, err := mem.WriteAt(b.Bytes(), 0); err != nil {
+		return err
+	}
+	open = append(open, fd)
+	for _, fd := range open {
+		if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETFD, 0); err != nil {
+			return os.NewSyscallError("fcntl", err)
+		}
+	}
+	env := append(os.Environ(), reexecEnvironment+"="+strconv.Itoa(fd))
+	s.log.Info("re-executing", "executable", executable)
+	err = syscall.Exec(executable, os.Args, env)
+	for _, fd := range open {
+		unix.CloseOnExec(fd)
+	}
+	return err
+}
+
+// previous finds what an earlier supervisor left: in the memfd of a re-execution, or
+// in the state file. nil when there is nothing to take over.
+func (s *Supervisor) previous() (*saved, error) {
+	if v := os.Getenv(reexecEnvironment); v != "" {
+		os.Unsetenv(reexecEnvironment)
+		fd, err := strconv.Atoi(v)
+		if err != nil {
+			return nil, fmt.Errorf("%s=%q is no descriptor", reexecEnvironment, v)
+		}
+		f := os.NewFile(uintptr(fd), "state")
+		defer f.Close()
+		var b bytes.Buffer
+		if _, err := b.ReadFrom(f); err != nil {
+			return nil, fmt.Errorf("cannot read the state of the program before: %w", err)
+		}
+		st, err := parseState(b.Bytes())
+		if err != nil {
+			return nil, err
+		}
+		for _, r := range st.FDs {
+			unix.CloseOnExec(r.FD)
+		}
+		st.reexec = true
+		s.opt.Instance, s.started = st.Instance, st.Started
+		return st, nil
+	}
+	if s.opt.StatePath == "" {
+		return nil, nil
+	}
+	st, err := readState(s.opt.StatePath)
+	if err != nil {
+		// What runs is still in its cgroups, and is reported by restore; it is not
+		// killed for a damaged file.
+		s.log.Error("the state of an earlier supervisor cannot be read; its units are not adopted", "path", s.opt.StatePath, "err", err)
+		_ = os.Rename(s.opt.StatePath, s.opt.StatePath+".damaged")
+		return nil, nil
+	}
+	if st == nil {
+		return nil, nil
+	}
+	if st.alive() {
+		return nil, rpc.Errorf(rpc.CodeConflict, "another supervisor runs here: %s", process.Describe(st.Self.PID)).
+			WithHint("use its control socket %s", s.opt.ControlPath)
+	}
+	s.opt.Instance = st.Instance
+	if st.Boot != bootID() || st.PIDNS != pidNamespace() {
+		s.log.Warn("an earlier supervisor ran before a restart of the machine, or in another pid namespace; its units are gone", "pid", st.Self.PID)
+		for _, u := range st.units {
+			_ = os.Remove(boxSocket(u.Box))
+		}
+		return nil, nil
+	}
+	return st, nil
+}
+
+func boxSocket(b *boxRecord) string {
+	if b == nil {
+		return ""
+	}
+	return b.Socket
+}
+
+// take hands out the one descriptor of a kind.
+func (st *saved) take(kind string) *os.File {
+	return st.takeFor(kind, "", "")
+}
+
+// takeFor hands out a descriptor, once.
+func (st *saved) takeFor(kind, unit, name string) *os.File {
+	if st == nil {
+		return nil
+	}
+	for i := range st.FDs {
+		r := &st.FDs[i]
+		if r.Kind == kind && r.Unit == unit && (name == "" || r.Name == name) && r.FD >= 0 {
+			f := os.NewFile(uintptr(r.FD), r.Name)
+			r.FD = -1
+			return f
+		}
+	}
+	return nil
+}
+
+// closeRest closes what nobody took.
+func (st *saved) closeRest() {
+	if st == nil {
+		return
+	}
+	for i := range st.FDs {
+		if st.FDs[i].FD >= 0 {
+			unix.Close(st.FDs[i].FD)
+			st.FDs[i].FD = -1
+		}
+	}
+}
+
+// listenAgain gets a listening socket back after the supervisor was gone: one that was
+// handed over, one that the running service still has, or a new one where nobody
+// listens any more. An error means that somebody listens whom we cannot take it from.
+func (s *Supervisor) listenAgain(u *unit, i int, addr string) (*os.File, bool, error) {
+	if f := s.takeInherited(u.fdName(), addr, i); f != nil {
+		return f, true, nil
+	}
+	for _, v := range s.units {
+		if v.main != nil && v.main.p != nil {
+			if f := sockets.Reclaim(v.main.p.PIDFD(), addr); f != nil {
+				return f, false, nil
+			}
+		}
+	}
+	c := u.def.Socket
+	f, err := sockets.Listen(addr, sockets.Config{Mode: c.SocketMode, DirMode: c.DirectoryMode, Backlog: c.Backlog})
+	var busy *sockets.InUseError
+	if errors.As(err, &busy) {
+		err = fmt.Errorf("%w; the socket cannot be taken over from it", err)
+	}
+	return f, false, err
+}

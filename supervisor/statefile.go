@@ -1,0 +1,259 @@
+package supervisor
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"mypr/supervisor/process"
+	"mypr/supervisor/spec"
+)
+
+// The state file is a log of JSON lines: a header, and for every change of a unit its
+// record, with its definition before its first one. A later line
+// stands in place of an earlier one. Each change costs one write; when the log has
+// grown it is written anew and renamed over the old one. Nothing is synced: the file
+// is of use only as long as the processes in it live, and they do not outlive the
+// machine.
+
+// header is the first line of a state file and of the memfd of a re-execution.
+type header struct {
+	Version  int        `json:"version"`
+	Instance string     `json:"instance"`
+	Started  time.Time  `json:"started"`
+	Self     procRecord `json:"self"`
+	Boot     string     `json:"boot"`
+	PIDNS    string     `json:"pidns"`
+	Cgroup   string     `json:"cgroup,omitempty"` // directory of the tree
+	FDs      []fdRecord `json:"fds,omitempty"`    // re-execution only
+}
+
+const stateVersion = 1
+
+// line is one line of the log after the header.
+type line struct {
+	Def  *spec.Unit `json:"def,omitempty"`
+	Unit *record    `json:"unit,omitempty"`
+	Gone string     `json:"gone,omitempty"`
+}
+
+type stateFile struct {
+	path    string
+	f       *os.File
+	size    int64 // now
+	base    int64 // after the last rewrite
+	defined map[string]*spec.Unit
+}
+
+// minRewrite keeps a small log from being written anew all the time.
+const minRewrite = 256 << 10
+
+// snapshot writes everything as a new log.
+func (sf *stateFile) snapshot(b *bytes.Buffer, h header, units []*unit) error {
+	sf.defined = map[string]*spec.Unit{}
+	if err := appendLine(b, h); err != nil {
+		return err
+	}
+	for _, u := range units {
+		if err := sf.appendUnit(b, u); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// rewrite puts a new log in place of the old one.
+func (sf *stateFile) rewrite(h header, units []*unit) error {
+	var b bytes.Buffer
+	if err := sf.snapshot(&b, h, units); err != nil {
+		return err
+	}
+	tmp := sf.path + ".new"
+	f, err := os.OpenFile(tmp, os.O_RDWR|os.O_CREATE|os.O_TRUNC|os.O_APPEND, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(b.Bytes())
+	if err = errors.Join(err, os.Rename(tmp, sf.path)); err != nil {
+		f.Close()
+		return err
+	}
+	if sf.f != nil {
+		sf.f.Close()
+	}
+	sf.f, sf.size = f, int64(b.Len())
+	sf.base = sf.size
+	return nil
+}
+
+func appendLine(b *bytes.Buffer, v any) error {
+	e := json.NewEncoder(b)
+	e.SetEscapeHTML(false)
+	return e.Encode(v)
+}
+
+func (sf *stateFile) appendUnit(b *bytes.Buffer, u *unit) error {
+	u.Transient = u.transient
+	if sf.defined[u.name] != u.def {
+		if err := appendLine(b, line{Def: u.def}); err != nil {
+			return err
+		}
+		sf.defined[u.name] = u.def
+	}
+	return appendLine(b, line{Unit: &u.record})
+}
+
+// persist writes what has changed since the last time. Without a working state file
+// the supervisor goes on: it would only not be adopted.
+func (s *Supervisor) persist() {
+	if len(s.dirty) == 0 && len(s.gone) == 0 {
+		return
+	}
+	if s.file == nil {
+		clear(s.dirty)
+		s.gone = nil
+		return
+	}
+	var b bytes.Buffer
+	var err error
+	for _, name := range s.gone {
+		delete(s.file.defined, name)
+		err = errors.Join(err, appendLine(&b, line{Gone: name}))
+	}
+	for u := range s.dirty {
+		if s.units[u.name] == u {
+			err = errors.Join(err, s.file.appendUnit(&b, u))
+		}
+	}
+	clear(s.dirty)
+	s.gone = s.gone[:0]
+	sf := s.file
+	if err == nil {
+		_, err = sf.f.Write(b.Bytes())
+	}
+	sf.size += int64(b.Len())
+	if err != nil || sf.size > minRewrite && sf.size > 4*sf.base {
+		err = sf.rewrite(s.header(), s.sorted())
+	}
+	if err != nil && !s.stateFailed {
+		s.log.Error("cannot write the state file; a next supervisor could not adopt the units", "path", sf.path, "err", err)
+	}
+	s.stateFailed = err != nil
+}
+
+func (s *Supervisor) header() header {
+	start, _ := process.StartTime(os.Getpid())
+	h := header{
+		Version: stateVersion, Instance: s.opt.Instance, Started: s.started, Self: procRecord{os.Getpid(), start},
+		Boot: bootID(), PIDNS: pidNamespace(),
+	}
+	if s.tree != nil {
+		h.Cgroup = s.tree.Dir
+	}
+	return h
+}
+
+func bootID() string {
+	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	return strings.TrimSpace(string(b))
+}
+
+func pidNamespace() string {
+	s, _ := os.Readlink("/proc/self/ns/pid")
+	return strings.TrimSuffix(strings.TrimPrefix(s, "pid:["), "]")
+}
+
+// saved is what a state file says.
+type saved struct {
+	header
+	units  []*savedUnit
+	reexec bool
+}
+
+type savedUnit struct {
+	record
+	def *spec.Unit
+}
+
+// readState reads a state file; nil when there is none. A last line that was cut off
+// is ignored: what it would have said was not answered to anybody.
+func readState(path string) (*saved, error) {
+	b, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return parseState(b)
+}
+
+func parseState(b []byte) (*saved, error) {
+	r := bufio.NewReader(bytes.NewReader(b))
+	first, err := r.ReadBytes('\n')
+	if err != nil {
+		return nil, errors.New("the state file has no header")
+	}
+	st := &saved{}
+	if err := json.Unmarshal(first, &st.header); err != nil {
+		return nil, fmt.Errorf("the header of the state file: %w", err)
+	}
+	if st.Version != stateVersion {
+		return nil, fmt.Errorf("the state file has version %d, this program writes %d", st.Version, stateVersion)
+	}
+	index := map[string]int{}
+	defs := map[string]*spec.Unit{}
+	for {
+		raw, err := r.ReadBytes('\n')
+		if err != nil {
+			break
+		}
+		var l line
+		if err := json.Unmarshal(raw, &l); err != nil {
+			return nil, fmt.Errorf("the state file is damaged: %w", err)
+		}
+		switch {
+		case l.Def != nil:
+			defs[l.Def.Name] = l.Def
+		case l.Unit != nil && l.Unit.Name != "":
+			u := &savedUnit{record: *l.Unit, def: defs[l.Unit.Name]}
+			if i, ok := index[u.Name]; ok {
+				st.units[i] = u
+			} else {
+				index[u.Name] = len(st.units)
+				st.units = append(st.units, u)
+			}
+		case l.Gone != "":
+			delete(defs, l.Gone)
+			if i, ok := index[l.Gone]; ok {
+				st.units[i] = nil
+				delete(index, l.Gone)
+			}
+		}
+	}
+	live := st.units[:0]
+	for _, u := range st.units {
+		if u != nil {
+			live = append(live, u)
+		}
+	}
+	st.units = live
+	return st, nil
+}
+
+// alive reports whether the supervisor that wrote the state still runs.
+func (st *saved) alive() bool {
+	if st.Self.PID == os.Getpid() || st.Boot != bootID() || st.PIDNS != pidNamespace() {
+		return false
+	}
+	start, err := process.StartTime(st.Self.PID)
+	return err == nil && start == st.Self.Start && unix.Kill(st.Self.PID, 0) == nil
+}
