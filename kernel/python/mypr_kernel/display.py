@@ -127,6 +127,7 @@ class Displays:
                 return self._with_text(dict(self.formatter(value)))
             except Exception as e:
                 self._failed(cell, f"formatting a {errors.type_name_of(kind)}", e)
+                return {"text/plain": _placeholder(value)}
         data: dict[str, Any] = {}
         bundle = self._call(cell, value, "_repr_mimebundle_")
         if isinstance(bundle, tuple):
@@ -162,9 +163,8 @@ class Displays:
             text = repr(value)
             return text if type(text) is str else str.__str__(text)
         except Exception as e:
-            name = errors.type_name_of(type(value))
-            self._failed(cell, f"repr() of a {name}", e)
-            return f"<{name} object at {id(value):#x}: its repr() failed>"
+            self._failed(cell, f"repr() of a {errors.type_name_of(type(value))}", e)
+            return _placeholder(value)
 
     def _failed(self, cell: Cell, what: str, error: Exception) -> None:
         self.warn(cell, "display_failed", f"{what} failed: {errors.summary(error)['error']}")
@@ -208,6 +208,10 @@ class Displays:
             self.warn(cell, "artifact_error", f"cannot write display data of type {mime}: {e}")
             return None
         return {"mime": mime, "path": path, "size": len(content)}
+
+
+def _placeholder(value: object) -> str:
+    return f"<{errors.type_name_of(type(value))} object at {id(value):#x}: its repr() failed>"
 
 
 def is_figure(kind: type) -> bool:

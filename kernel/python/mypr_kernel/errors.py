@@ -88,5 +88,5 @@ def _hide(formatted: Any, seen: set[int]) -> None:
 
 def _hint(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and "asyncio.run() cannot be called" in message(error):
-        return "hint: cells run inside an event loop already: write `await main()` instead of asyncio.run(main())\n"
+        return "hint: a cell runs in an event loop: write `await main()` instead of asyncio.run(main())\n"
     return ""

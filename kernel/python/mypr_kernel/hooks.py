@@ -19,7 +19,7 @@ class Hooks:
         self._after: dict[str, Callable[[Any], None]] = {}
 
     def install(self) -> None:
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, self)
 
     def after(self, name: str, action: Callable[[Any], None]) -> None:
         """Call ``action(module)`` once the module is there: now, or after its import, on

@@ -16,7 +16,7 @@ import select
 import sys
 from _contextvars import copy_context
 from _signal import SIGTERM, signal
-from _thread import get_ident
+from _thread import get_ident, start_new_thread
 from collections import deque
 
 from . import environment, errors, interrupts, streams, wire
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 IDLE_AFTER_START = 0.2  # seconds without a cell, then the event loop is made
 IDLE_AFTER_CELL = 0.03
 IPYTHON_AFTER = 0.15  # seconds after that, then IPython is imported
+LOADING_SWITCH_INTERVAL = 0.0005  # seconds, meanwhile
 STOP_WITHIN = 1.0  # seconds for cells to end, and again for their events to be acknowledged
 
 ENDING = "ending"  # its terminal event is being made; nothing may interrupt that
@@ -78,14 +79,15 @@ class Kernel:
         captured, self.log = take_descriptors()
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._inbox_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._inbox: deque[tuple[str, Any]] = deque()
+        self.inbox: deque[tuple[str, Any]] = deque()
         self.outbox = Outbox(wake_fd, *([settings.output_bytes] if settings.output_bytes else []))
-        self.turn = Turn(wake_fd)
+        self.turn = Turn(wake_fd, self.outbox.flush)
         notifier = Notifier()
         self.link = Link(
             settings.socket,
             self._hello,
-            self._deliver,
+            lambda kind, value: self.inbox.append((kind, value)),
+            self._wake_main,
             self.outbox,
             self.turn,
             captured,
@@ -102,7 +104,8 @@ class Kernel:
         self.shell: Shell | None = None
         self.mode = "plain"
         self.mode_reason = "IPython has not been loaded yet"
-        self._ipython_wanted = False
+        self._ipython_wanted = False  # it is being loaded, or was
+        self._ipython_settled = False
         self._ipython_done: Any = None  # asyncio.Event
         self._stand_ins: list[Any] = []
         self._c_streams = CStreams()
@@ -182,23 +185,24 @@ class Kernel:
             self.turn.begin()
             if not ready:
                 self._make_loop()
-            elif self._take_inbox():
+                continue
+            os.eventfd_read(self._inbox_fd)
+            if self.take_inbox():
                 patience = IDLE_AFTER_CELL
 
-    def _deliver(self, kind: str, value: Any) -> None:
-        """Called by the I/O thread: pass something to the main thread."""
-        self._inbox.append((kind, value))
+    def _wake_main(self) -> None:
         os.eventfd_write(self._inbox_fd, 1)
 
-    def _take_inbox(self) -> bool:
+    def _deliver(self, kind: str, value: Any) -> None:
+        """Pass something to the main thread, from any thread or a signal handler."""
+        self.inbox.append((kind, value))
+        self._wake_main()
+
+    def take_inbox(self) -> bool:
         """Handle what the I/O thread passed on. Whether there was a cell."""
-        try:
-            os.eventfd_read(self._inbox_fd)
-        except BlockingIOError:
-            pass
         cells = False
-        while self._inbox:
-            kind, value = self._inbox.popleft()
+        while self.inbox:
+            kind, value = self.inbox.popleft()
             if kind == "execute":
                 cells = True
                 self._submit(value)
@@ -209,8 +213,7 @@ class Kernel:
             elif kind == "ipython":
                 self._ipython_loaded(*value)
             elif kind == "exit":
-                self._stop(value)
-            # welcome: nothing to do here
+                self._exit = value
         if self._exit is not None and self.loop is not None:
             self.loop.stop()
         return cells
@@ -235,8 +238,7 @@ class Kernel:
 
         from . import loop as loops
 
-        self.loop = loop = loops.make(self.turn, self.log)
-        loop.add_reader(self._inbox_fd, self._take_inbox)
+        self.loop = loop = loops.make(self.turn, self.log, self._inbox_fd, self.inbox, self.take_inbox)
         loop.call_later(IPYTHON_AFTER, self.load_ipython)
         cell = current.get()
         if cell is not None and cell.state == RUNNING:
@@ -305,6 +307,9 @@ class Kernel:
                 program = await self._compile(cell)
             else:
                 self._keep_source(cell, cell.code, program)
+            shell = self.shell
+            if shell is not None:
+                shell.before(cell)
             value = None
             if program.body is not None:
                 if program.body.co_flags & 0x80:
@@ -319,6 +324,8 @@ class Kernel:
                     self._remember(value)
                     self.displays.show(value, result=True)
                 value = None
+            if shell is not None:
+                shell.after()
             self._show_figures(cell)
             cell.state = ENDING
             fields = {"state": "succeeded"}
@@ -356,12 +363,15 @@ class Kernel:
             await self._wait_for_ipython()
             if self.shell is None:
                 raise SyntaxError(
-                    f"this cell uses IPython syntax (%magic, !command or ?help), and IPython is not available: "
-                    f"{self.mode_reason}",
+                    "this cell uses IPython syntax (%magic, !command or ?help), "
+                    f"and IPython is not available: {self.mode_reason}",
                     (cell.filename, error.lineno, error.offset, error.text),
                 ) from None
         if self.shell is not None:
-            return self.shell.translate(code)
+            translated = self.shell.translate(code)
+            if translated != code and translated != code + "\n":
+                return translated
+            raise error
         if code[:1] in (" ", "\t", "\n"):
             import textwrap
 
@@ -433,14 +443,11 @@ class Kernel:
         if cell is not None and cell.state == RUNNING and interrupts.interruptible(frame):
             raise interrupts.Stopping
 
-    def _stop(self, status: int) -> None:
-        self._exit = status
-
     def _leave(self) -> int:
         """The orderly end: cells are cancelled, their events delivered, atexit run."""
         loop = self.loop
         status = self._exit or 0
-        for kind, value in self._inbox:
+        for kind, value in self.inbox:
             if kind == "execute":
                 self._cancelled(value)
         tasks = [c.task for c in self.running if c.task is not None]
@@ -510,6 +517,19 @@ class Kernel:
         if "MPLBACKEND" not in os.environ:
             # Not by that variable: what cells start would inherit it.
             matplotlib.use("module://mypr_kernel.mpl")
+        self.hooks.after("mypr_kernel.mpl", self._backend_imported)
+        self.hooks.after("matplotlib.figure", self._figures_imported)
+
+    def _backend_imported(self, mpl: Any) -> None:
+        mpl.connect(self.displays.show)
+
+    def _figures_imported(self, _: Any) -> None:
+        def render(figure: Any) -> bytes:
+            from . import mpl
+
+            return mpl.render(figure)
+
+        self.displays.figure = render
 
     # -- IPython ---------------------------------------------------------------
 
@@ -531,15 +551,55 @@ class Kernel:
 
     def load_ipython(self) -> None:
         """Start importing IPython in a thread of its own; once."""
+        if self._ipython_wanted:
+            return
+        self._ipython_wanted = True
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(LOADING_SWITCH_INTERVAL)
+        start_new_thread(self._import_ipython, (interval,))
+
+    def _import_ipython(self, interval: float) -> None:
+        shell, reason = None, ""
+        self._router.own_threads.add(get_ident())
+        try:
+            from . import ipython
+
+            shell = ipython.make(sys.modules["__main__"], self.displays, self.settings.root)
+        except ModuleNotFoundError as e:
+            name = (e.name or "").partition(".")[0]
+            reason = f"{name} is not installed in {sys.prefix}"
+        except BaseException as e:
+            reason = f"importing IPython failed: {errors.summary(e)['error']}"
+            self.log.line(errors.traceback_text(e))
+        if sys.getswitchinterval() == LOADING_SWITCH_INTERVAL:
+            sys.setswitchinterval(interval)
+        self._deliver("ipython", (shell, reason))
 
     async def _wait_for_ipython(self) -> None:
         """Return when IPython is loaded, or will not be."""
+        if self._ipython_done is None:
+            import asyncio
+
+            self._ipython_done = asyncio.Event()
+            if self._ipython_settled:
+                self._ipython_done.set()
+        self.load_ipython()
+        await self._ipython_done.wait()
 
     def _ipython_loaded(self, shell: Shell | None, reason: str) -> None:
         """The thread is done."""
+        self._ipython_settled = True
+        self.mode_reason = reason
+        if shell is not None:
+            self.shell = shell
+            self.mode = "ipython"
+            self.displays.formatter = shell.format
+        if self._ipython_done is not None:
+            self._ipython_done.set()
+        self.outbox.message({"type": "mode", "mode": self.mode, "reason": reason})
 
 
-def _of_compile(error: SyntaxError) -> bool:
+def _of_compile(error: BaseException) -> bool:
     """Whether no user code ran: the cell itself did not compile."""
     traceback = error.__traceback__
     while traceback is not None:

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from .turn import Turn
 
 RECONNECT_FIRST, RECONNECT_MAX = 0.05, 5.0  # seconds
+LINGER = 0.001  # seconds: how long output waits for more of it
 BATCH = 256 << 10  # bytes joined for one send
+RECEIVE = 64 << 10  # bytes; from 128 KiB on malloc maps and unmaps pages for each buffer
 ANSWER_WITHIN = 0.15  # seconds from an interrupt to "pending"
 RESEND_EVERY = 0.05  # seconds between signals to a cell that still holds the loop
 RESEND_FOR = 1.0  # seconds
@@ -70,16 +72,17 @@ class Call:
 class Link:
     """The I/O thread and its state. Only that thread touches the underscored attributes.
 
-    ``deliver(kind, value)`` passes to the main thread: ``execute`` with a Cell,
-    ``interrupt`` with an interrupts.Request, ``result`` with (call id, message),
-    ``welcome`` with the message, ``exit`` with a status.
+    ``post(kind, value)`` passes to the main thread, which ``wake_main()`` then wakes:
+    ``execute`` with a Cell, ``interrupt`` with an interrupts.Request, ``result`` with
+    (call id, message), ``exit`` with a status.
     """
 
     def __init__(
         self,
         path: str,
         hello: Callable[[], dict[str, Any]],
-        deliver: Callable[[str, Any], None],
+        post: Callable[[str, Any], None],
+        wake_main: Callable[[], None],
         outbox: Outbox,
         turn: Turn,
         captured: list[Captured],
@@ -92,7 +95,10 @@ class Link:
         self.main_thread = main_thread
         self.finished = False  # everything was acknowledged after finish()
         self._hello = hello
-        self._deliver = deliver
+        self._post = post
+        self._wake_main = wake_main
+        self._posted = False  # something that the main thread was not woken for
+        self._linger = False
         self._outbox = outbox
         self._turn = turn
         self._captured = {c.fd: c for c in captured}
@@ -187,7 +193,20 @@ class Link:
         if self._done is not None and (not self._events or self._socket is None):
             done, self._done = self._done, None
             done.release()
-        ready = self._epoll.poll(self._timeout() if self._outbox.sleep() else 0)
+        self._watch()
+        self._pause_captured(self._outbox.full())
+        linger, self._linger = self._linger, False
+        if not self._outbox.sleep(linger):
+            timeout: float | None = 0.0
+        elif linger:
+            timeout = LINGER
+        else:
+            timeout = self._timeout()
+        if self._posted:
+            # Last of all, as the two threads then contend for the interpreter lock.
+            self._posted = False
+            self._wake_main()
+        ready = self._epoll.poll(timeout)
         self._outbox.awake()
         for fd, mask in ready:
             if fd == self._wake_fd:
@@ -201,8 +220,10 @@ class Link:
                     self._epoll.modify(fd, select.EPOLLIN)
                 if mask & ~select.EPOLLOUT:
                     self._receive()
-        self._watch()
-        self._pause_captured(self._outbox.full())
+
+    def _deliver(self, kind: str, value: Any) -> None:
+        self._post(kind, value)
+        self._posted = True
 
     def _timeout(self) -> float | None:
         at = [t for t in (self._reconnect_at, self._ping_at, self._look_at) if t]
@@ -232,6 +253,8 @@ class Link:
             self._blocked = None
             self._once({"type": "loop", "blocked": None})
         if not since:
+            if self._look_at > now:
+                return  # it was given a cell and will begin
             self._look_at = 0.0
             turn.tell_busy = True
             since = turn.since
@@ -346,6 +369,7 @@ class Link:
     def _frame_all(self) -> None:
         for item in self._outbox.take():
             if type(item) is Chunk:
+                self._linger = True
                 self._frame_chunk(item)
             elif type(item) is Event:
                 self._frame_event(item)
@@ -529,7 +553,7 @@ class Link:
     def _receive(self) -> None:
         assert self._socket is not None
         try:
-            data = self._socket.recv(BATCH)
+            data = self._socket.recv(RECEIVE)
         except BlockingIOError:
             return
         except OSError:
@@ -584,6 +608,10 @@ class Link:
         self._seen.add(exec_id)
         self._cells[exec_id] = cell
         self._deliver("execute", cell)
+        self._linger = True  # it may be over at once
+        # The loop is about to get busy; it need not say so.
+        self._turn.tell_busy = False
+        self._look_at = time.monotonic() + BLOCKED_AFTER
 
     def _welcome(self, message: dict[str, Any]) -> None:
         if message.get("protocol", wire.PROTOCOL) != wire.PROTOCOL:
@@ -602,14 +630,13 @@ class Link:
                 del self._calls[ident]
                 error = {
                     "code": "outcome_unknown",
-                    "message": "the manager ended before it answered; the request may or may not have been carried out",
+                    "message": "the manager ended before it answered; the request may have been carried out or not",
                     "hint": "look at the state of things before repeating it",
                 }
                 self._deliver("result", (ident, {"error": error}))
             else:
                 call.sent = True
                 self._queue.append(call.line)
-        self._deliver("welcome", message)
 
     def _acknowledge(self, seq: int) -> None:
         freed = 0

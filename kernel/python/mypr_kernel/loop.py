@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import selectors
 import sys
 from _thread import get_ident
@@ -11,6 +12,7 @@ from .cells import Cell, current
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable
     from typing import Any
 
@@ -19,11 +21,21 @@ if TYPE_CHECKING:
 
 
 class Selector(selectors.EpollSelector):
-    """Tells the I/O thread when the loop waits and when it works."""
+    """Tells the I/O thread when the loop waits and when it works, and takes what that
+    thread has passed on as soon as the wait is over: the first step of a new cell is then
+    in this turn of the loop. A reader callback would cost one more turn.
+    """
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(
+        self, turn: Turn, inbox_fd: int, inbox: deque[Any], take_inbox: Callable[[], object]
+    ) -> None:
         super().__init__()
         self._turn = turn
+        self._inbox = inbox
+        self._take_inbox = take_inbox
+        # Edge-triggered: it ends the wait and need not be read.
+        epoll: select.epoll = getattr(self, "_selector")  # noqa: B009
+        epoll.register(inbox_fd, select.EPOLLIN | select.EPOLLET)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._turn.end()
@@ -31,12 +43,16 @@ class Selector(selectors.EpollSelector):
             return super().select(timeout)
         finally:
             self._turn.begin()
+            if self._inbox:
+                self._take_inbox()
 
 
 class Loop(asyncio.SelectorEventLoop):
     """asyncio's loop; what goes to the default executor prints into the cell that sent it."""
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         cell = current.get()
         if cell is not None:
             func = _Attributed(cell, func)
@@ -65,9 +81,9 @@ class _Attributed:
                 thread._mypr_cell = before
 
 
-def make(turn: Turn, log: Log) -> Loop:
-    """The loop of the main thread."""
-    loop = Loop(Selector(turn))
+def make(turn: Turn, log: Log, inbox_fd: int, inbox: deque[Any], take_inbox: Callable[[], object]) -> Loop:
+    """The loop of the main thread. ``take_inbox`` is called when ``inbox_fd`` has woken it."""
+    loop = Loop(Selector(turn, inbox_fd, inbox, take_inbox))
 
     def on_exception(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # Not through logging, which would print into whatever cell happens to run.

@@ -84,7 +84,10 @@ class Outbox:
         self._pending = 0  # characters and costs of _items
         self._ring = 0  # bytes framed and not acknowledged
         self._gates: list[Any] = []  # one held lock for each writer that waits
-        self._asleep = False  # the I/O thread waits, or is about to
+        # The I/O thread waits, or is about to: the main thread should wake it before it
+        # waits itself; whoever puts something must.
+        self._waiting = False
+        self._asleep = False
 
     # -- writers ---------------------------------------------------------------
 
@@ -115,7 +118,7 @@ class Outbox:
             if cell.output > self.output_bytes:
                 self._truncate(cell)
             if self._asleep:
-                self._asleep = False
+                self._asleep = self._waiting = False
                 eventfd_write(self._wake_fd, 1)
         return True
 
@@ -177,7 +180,7 @@ class Outbox:
 
     def _rouse(self) -> None:
         if self._asleep:
-            self._asleep = False
+            self._asleep = self._waiting = False
             eventfd_write(self._wake_fd, 1)
 
     def wait(self) -> None:
@@ -188,8 +191,13 @@ class Outbox:
             if self._pending + self._ring < RING_BYTES:
                 return
             self._gates.append(gate)
-            self._rouse()
         interrupts.wait(gate)
+
+    def flush(self) -> None:
+        """The main thread has nothing more to do: the I/O thread should send what it put."""
+        if self._waiting and self._items:
+            self._asleep = self._waiting = False
+            eventfd_write(self._wake_fd, 1)
 
     # -- the I/O thread --------------------------------------------------------
 
@@ -230,15 +238,21 @@ class Outbox:
     def full(self) -> bool:
         return self._pending + self._ring >= RING_BYTES
 
-    def sleep(self) -> bool:
-        """Whether the I/O thread may wait: nothing was put. From here a put wakes it."""
+    def sleep(self, linger: bool) -> bool:
+        """Whether the I/O thread may wait: nothing was put.
+
+        From here a put wakes it. If it only lingers (and so comes back by itself in a
+        millisecond), a put does not, only ``flush`` does: two threads that take the
+        interpreter lock from each other at every event are slow.
+        """
         with self.lock:
-            self._asleep = not self._items
-            return self._asleep
+            self._waiting = not self._items
+            self._asleep = self._waiting and not linger
+            return self._waiting
 
     def awake(self) -> None:
         """The I/O thread goes on by itself: a put need not wake it."""
-        self._asleep = False
+        self._asleep = self._waiting = False
 
 
 def _cut(text: str, size: int) -> str:

@@ -41,12 +41,13 @@ class Router:
         self.log = log
         self._running = running
         self.main_thread = get_ident()
+        self.own_threads: set[int] = set()  # of the kernel: what they print is for the log
 
     def of_thread(self) -> Cell | None:
         """The cell of a thread that has no context of one."""
         ident = get_ident()
-        if ident == self.main_thread:
-            return None  # the event loop's own
+        if ident == self.main_thread or ident in self.own_threads:
+            return None
         threading = sys.modules.get("threading")
         if threading is not None:
             cell = getattr(threading._active.get(ident), "_mypr_cell", None)
@@ -60,8 +61,8 @@ class Output(io.TextIOBase):
     """A text stream that routes. Surrogates are welcome; encoding is a formality."""
 
     # Read by libraries that ask what a stream can do.
-    encoding = "utf-8"  # type: ignore[assignment]
-    errors = "backslashreplace"  # type: ignore[assignment]
+    encoding = "utf-8"
+    errors = "backslashreplace"
     line_buffering = True
     mode = "w"
 
@@ -155,7 +156,7 @@ class Bytes(io.BufferedIOBase):
 class Input(io.TextIOBase):
     """``sys.stdin``: every read fails at once."""
 
-    encoding = "utf-8"  # type: ignore[assignment]
+    encoding = "utf-8"
     name = "<stdin>"
 
     def readable(self) -> bool:

@@ -11,6 +11,8 @@ import time
 from os import eventfd_write
 
 TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BLOCKED_AFTER = 0.5  # seconds
 
@@ -18,10 +20,11 @@ BLOCKED_AFTER = 0.5  # seconds
 class Turn:
     """``since`` is the monotonic time at which the loop's present turn began, 0.0 while it waits."""
 
-    __slots__ = ("_wake_fd", "since", "tell_busy", "tell_idle")
+    __slots__ = ("_flush", "_wake_fd", "since", "tell_busy", "tell_idle")
 
-    def __init__(self, wake_fd: int) -> None:
+    def __init__(self, wake_fd: int, flush: Callable[[], None]) -> None:
         self._wake_fd = wake_fd
+        self._flush = flush
         self.since = 0.0
         self.tell_busy = False
         self.tell_idle = False
@@ -36,6 +39,7 @@ class Turn:
     def end(self) -> None:
         """The loop is about to wait, or to look for more without waiting."""
         self.since = 0.0
+        self._flush()
         if self.tell_idle:
             self.tell_idle = False
             eventfd_write(self._wake_fd, 1)

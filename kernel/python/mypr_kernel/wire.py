@@ -34,7 +34,8 @@ def _codec() -> tuple[Callable[[Any], str], Callable[[str], Any]]:
             array_hook = None
             memo: dict[str, str] = {}  # noqa: RUF012
 
-        scan = _json.make_scanner(Settings())
+        settings: Any = Settings()
+        scan = _json.make_scanner(settings)
         parts = _json.make_encoder(
             None, _refuse, _json.encode_basestring_ascii, None, ":", ",", False, False, False
         )
