@@ -1,0 +1,292 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"mypr/internal/api"
+	"mypr/internal/client"
+	"mypr/internal/rpc"
+)
+
+type execArgs struct {
+	file    string
+	client  string
+	timeout time.Duration
+}
+
+func (c *cli) execCommand() *cobra.Command {
+	var a execArgs
+	cmd := &cobra.Command{
+		Use:   "exec [CODE | -f FILE | < FILE]",
+		Short: "Run a cell in the session, starting one if there is none",
+		Long: `Run a cell in the session of the directory, which is started if there is none, and
+print its output as it comes. The exit status is 0 when the cell succeeded, 1 when it
+raised, 3 when it was lost with its session, 4 when somebody cancelled it.
+
+Ctrl-C interrupts the cell; a second Ctrl-C leaves it running.`,
+		Example: `  mypr-mcp exec 'x = 6 * 7; x'
+  mypr-mcp exec -f script.py
+  echo 'print(x)' | mypr-mcp exec`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			code, err := c.code(a, args)
+			if err != nil {
+				return err
+			}
+			return c.exec(cmd.Context(), a, code, cmd.Flags().Changed("json") && c.json)
+		},
+	}
+	cmd.Flags().StringVarP(&a.file, "file", "f", "", "read the code from `FILE` (-: standard input)")
+	cmd.Flags().StringVar(&a.client, "client", "", "run as the logical client `ID` (default: cli, or cli-2 … while that one is in use)")
+	cmd.Flags().DurationVar(&a.timeout, "timeout", 0, "stop waiting after this `DURATION` with status 124; the cell goes on")
+	return cmd
+}
+
+// code is what to run, from the one place that was named.
+func (c *cli) code(a execArgs, args []string) (string, error) {
+	var data []byte
+	var err error
+	switch {
+	case len(args) == 1 && a.file != "":
+		return "", usagef("give CODE or -f FILE, not both")
+	case len(args) == 1 && args[0] != "-":
+		return args[0], nil
+	case a.file != "" && a.file != "-":
+		data, err = os.ReadFile(a.file)
+	case isTerminal(c.stdin):
+		return "", usagef("no code: give it as an argument, with -f FILE, or on standard input")
+	default:
+		data, err = io.ReadAll(io.LimitReader(c.stdin, api.MaxCodeBytes+1))
+	}
+	if err != nil {
+		return "", fmt.Errorf("cannot read the code: %w", err)
+	}
+	return string(data), nil
+}
+
+func (c *cli) exec(ctx context.Context, a execArgs, code string, asJSON bool) error {
+	w, err := c.workspace()
+	if err != nil {
+		return err
+	}
+	// The root's context ends at the first Ctrl-C, which here is for the cell.
+	ctx = context.WithoutCancel(ctx)
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	defer signal.Stop(signals)
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	if a.timeout > 0 {
+		t := time.AfterFunc(a.timeout, func() { cancel(context.DeadlineExceeded) })
+		defer t.Stop()
+	}
+
+	cl := c.client(w, true, false)
+	defer cl.Close()
+	e := &execution{cli: c, client: cl, json: asJSON, submitted: make(chan string, 1)}
+	stop := make(chan struct{})
+	stopped := make(chan struct{})
+	go func() { defer close(stopped); e.interrupts(ctx, signals, stop, cancel) }()
+	defer func() { close(stop); <-stopped }()
+
+	if err := e.bind(ctx, a.client); err != nil {
+		return e.ended(ctx, err)
+	}
+	return e.ended(ctx, e.run(ctx, code))
+}
+
+// execution is one cell as the command line follows it.
+type execution struct {
+	*cli
+	client    *client.Client
+	json      bool
+	submitted chan string // gets the exec id
+
+	id     string
+	all    api.ExecResult // with all output, for --json
+	inLine bool           // the terminal is not at the start of a line
+}
+
+// interrupts turns the first Ctrl-C into an interrupt of the cell, once there is one,
+// and the second, or a SIGTERM, into the end of waiting.
+func (e *execution) interrupts(ctx context.Context, signals <-chan os.Signal, stop <-chan struct{}, leave context.CancelCauseFunc) {
+	id := ""
+	for asked := false; ; {
+		select {
+		case id = <-e.submitted:
+		case s := <-signals:
+			if id == "" || asked || s == syscall.SIGTERM {
+				leave(context.Canceled)
+				return
+			}
+			asked = true
+			if _, err := e.client.Interrupt(ctx, api.InterruptParams{ExecID: id}); err != nil {
+				fmt.Fprintf(e.stderr, "mypr-mcp: cannot interrupt: %v\n", err)
+			}
+		case <-stop:
+			return
+		}
+	}
+}
+
+// bind takes the client id. One id is used by one connection at a time, so parallel
+// command lines number themselves: few ids, used again and again.
+func (e *execution) bind(ctx context.Context, id string) error {
+	if id != "" {
+		_, err := e.client.Init(ctx, api.InitParams{ClientID: &id})
+		return err
+	}
+	for n := 1; ; n++ {
+		id := "cli"
+		if n > 1 {
+			id = fmt.Sprintf("cli-%d", n)
+		}
+		_, err := e.client.Init(ctx, api.InitParams{ClientID: &id})
+		if rpc.CodeOf(err) != api.CodeClientBound || n == 256 {
+			return err
+		}
+	}
+}
+
+func (e *execution) run(ctx context.Context, code string) error {
+	zero, wait := int64(0), int64(api.MaxWaitMS)
+	budget := int64(api.MaxBytes)
+	r, err := e.client.Execute(ctx, api.ExecuteParams{Code: code, WaitMS: &zero, MaxBytes: &budget}, nil)
+	if err != nil {
+		return err
+	}
+	e.id = r.ExecID
+	e.submitted <- r.ExecID
+	for {
+		e.print(r)
+		if api.Terminal(r.State) && !r.HasMore {
+			return e.outcome(r)
+		}
+		cursor := r.Cursor
+		r, err = e.client.Poll(ctx, api.PollParams{ExecID: e.id, Cursor: &cursor, WaitMS: &wait, MaxBytes: &budget}, nil)
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// print writes what is new.
+func (e *execution) print(r *api.ExecResult) {
+	if e.json {
+		all := e.all.Output
+		e.all = *r
+		e.all.Output = append(all, r.Output...)
+		return
+	}
+	if r.Notice != nil {
+		e.note("%s", r.Notice.Text)
+	}
+	for _, ev := range r.Output {
+		e.event(ev)
+	}
+	for _, w := range r.Warnings {
+		e.note("warning: %s", w.Text)
+	}
+}
+
+func (e *execution) event(ev api.Event) {
+	switch ev.Type {
+	case "stream":
+		out := e.stdout
+		if ev.Stream == "stderr" {
+			out = e.stderr
+		}
+		_, _ = io.WriteString(out, ev.Text)
+		e.inLine = ev.Text != "" && !strings.HasSuffix(ev.Text, "\n")
+	case "error":
+		e.fresh()
+		fmt.Fprintln(e.stderr, strings.TrimSuffix(ev.Text, "\n"))
+	case "warning":
+		e.note("warning: %s", ev.Text)
+	default:
+		e.fresh()
+		if ev.Text != "" {
+			fmt.Fprintln(e.stdout, strings.TrimSuffix(ev.Text, "\n"))
+		}
+		for _, a := range ev.Artifacts {
+			fmt.Fprintf(e.stdout, "[%s, %d bytes: %s]\n", a.Mime, a.Size, a.Path)
+		}
+	}
+}
+
+// fresh begins a new line if the cell left one open.
+func (e *execution) fresh() {
+	if e.inLine {
+		fmt.Fprintln(e.stdout)
+		e.inLine = false
+	}
+}
+
+func (e *execution) note(format string, args ...any) {
+	e.fresh()
+	fmt.Fprintf(e.stderr, "mypr-mcp: "+format+"\n", args...)
+}
+
+// outcome is the exit status of a cell that has ended.
+func (e *execution) outcome(r *api.ExecResult) error {
+	if e.json {
+		if err := printJSON(e.stdout, e.all); err != nil {
+			return err
+		}
+	} else {
+		if isTerminal(e.stdout) {
+			e.fresh()
+		}
+		if r.Truncated {
+			e.note("output over the limit of %d MiB was dropped", api.MaxOutputBytes>>20)
+		}
+	}
+	interrupted := r.ErrorInfo != nil && r.ErrorInfo.Type == "KeyboardInterrupt"
+	switch {
+	case r.State == api.Succeeded:
+		return nil
+	case interrupted:
+		return exitStatus(exitInterrupt)
+	case r.State == api.Lost, r.State == api.Cancelled:
+		if !e.json && r.Error != nil {
+			e.note("%s: %s", r.State, *r.Error)
+		}
+		if r.State == api.Lost {
+			return exitStatus(exitLost)
+		}
+		return exitStatus(exitCancelled)
+	}
+	return exitStatus(exitFailed)
+}
+
+// ended explains an error that ended the wait and not the cell.
+func (e *execution) ended(ctx context.Context, err error) error {
+	cause := context.Cause(ctx)
+	if err == nil || cause == nil {
+		return err
+	}
+	var status exitStatus
+	if errors.As(err, &status) {
+		return err
+	}
+	code := exitInterrupt
+	if errors.Is(cause, context.DeadlineExceeded) {
+		code = exitTimeout
+	}
+	if e.id == "" {
+		e.note("stopped waiting before the cell was accepted")
+		return exitStatus(code)
+	}
+	e.note("stopped waiting; the cell goes on as %s\nnext: mypr-mcp interrupt %s", e.id, e.id)
+	return exitStatus(code)
+}

@@ -1,0 +1,43 @@
+package main
+
+import (
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"mypr/internal/api"
+)
+
+func (c *cli) interruptCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "interrupt [EXEC_ID]", Short: "Stop a cell, the session goes on",
+		Long: `Stop one cell: KeyboardInterrupt where it blocks Python, cancellation where it awaits.
+Without EXEC_ID: the cell that blocks, else the only one that runs.`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			w, err := c.workspace()
+			if err != nil {
+				return err
+			}
+			cl := c.client(w, false, true)
+			defer cl.Close()
+			var p api.InterruptParams
+			if len(args) == 1 {
+				p.ExecID = args[0]
+			}
+			r, err := cl.Interrupt(cmd.Context(), p)
+			if err != nil {
+				return err
+			}
+			if c.json {
+				return printJSON(c.stdout, r)
+			}
+			what := map[string]string{
+				"interrupted": "was interrupted", "cancelled": "was cancelled", "dequeued": "had not begun and will not",
+				"pending": "was told to stop and has not ended yet", "finished": "had ended before",
+			}[r.Outcome]
+			_, err = fmt.Fprintf(c.stdout, "%s %s (state %s)\n", r.ExecID, what, r.State)
+			return err
+		},
+	}
+}

@@ -1,0 +1,182 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+
+	"github.com/coreos/go-systemd/v22/activation"
+	"github.com/spf13/cobra"
+
+	"mypr/internal/config"
+	"mypr/internal/job"
+	"mypr/internal/rpc"
+	"mypr/internal/workspace"
+	"mypr/kernel"
+	"mypr/supervisor/control"
+	"mypr/supervisor/notify"
+	"mypr/supervisor/spec"
+	"mypr/units"
+	"mypr/units/files"
+	"mypr/units/manager"
+)
+
+func (c *cli) managerCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "manager", Short: "Run the manager (started by the supervisor)", Args: cobra.NoArgs, Hidden: true,
+		RunE: func(cmd *cobra.Command, _ []string) error { return c.manager(cmd.Context()) },
+	}
+}
+
+// manager runs the session in this process. Its sockets, its control socket and its
+// working directory are the supervisor's doing.
+func (c *cli) manager(ctx context.Context) error {
+	syscall.Umask(0o077)
+	log := slog.New(slog.NewTextHandler(c.stderr, nil))
+	runtime, kernelSocket, err := managerSockets()
+	if err != nil {
+		return err
+	}
+	controlPath := os.Getenv("MYPR_CONTROL")
+	if controlPath == "" {
+		return errNotSupervised
+	}
+	w, err := c.workspace()
+	if err != nil {
+		return err
+	}
+	exe, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	record, err := w.ReadRuntime()
+	if err != nil {
+		return fmt.Errorf("cannot read what the supervisor recorded: %w", err)
+	}
+	// A broken file must not keep the manager from saying so: the defaults serve until
+	// a kernel is to be prepared, which reads it again and fails with the reason.
+	started := os.Environ()
+	cfg, warnings, err := config.Load(w.Root)
+	if err != nil {
+		log.Error("configuration", "error", err)
+		cfg = config.Default()
+	}
+	for _, text := range warnings {
+		log.Warn("configuration", "warning", text)
+	}
+	origin := record.Environment
+	env, changed := cfg.Environ(started)
+	origin.Changed = changed
+	setEnvironment(env)
+
+	fs, err := files.New(w.Dir)
+	if err != nil {
+		return err
+	}
+	loader := units.NewLoader(w.Dir, exe, w.Stem())
+	return manager.Run(ctx, manager.Options{
+		Workspace: w, Runtime: runtime, Kernel: kernelSocket, KernelSocket: kernelSocket.Addr().String(),
+		Connect: func(ctx context.Context) (manager.Supervisor, error) { return control.Dial(ctx, controlPath) },
+		Prepare: func(ctx context.Context, run kernel.Runner, progress func(string)) (*kernel.Launch, error) {
+			return prepareKernel(ctx, w, started, run, progress)
+		},
+		KernelUnit: func() (*spec.Unit, error) {
+			u, warnings, err := loader.Load(units.Kernel)
+			for _, text := range warnings {
+				log.Warn("unit file", "warning", text)
+			}
+			return u, err
+		},
+		Services: func(job.Runner) func(context.Context, manager.Call) (any, error) {
+			methods := fs.Methods()
+			return func(ctx context.Context, call manager.Call) (any, error) {
+				method := methods[call.Method]
+				if method == nil {
+					return nil, rpc.Errorf(rpc.CodeInvalidRequest, "this version knows no call %q", call.Method)
+				}
+				return method(ctx, call.Params)
+			}
+		},
+		Limits: manager.Limits{
+			OutputBytes: cfg.Limits.OutputBytes, CompletedTasks: cfg.Limits.CompletedTasks,
+			CompletedRecords: cfg.Limits.CompletedRecords, CacheBytes: cfg.Limits.CacheBytes,
+		},
+		Instance: record.Instance, Version: version(), Executable: exe, Origin: origin, ConfigFiles: cfg.Files,
+		Notify: func(state string) error {
+			_, err := notify.Send(state)
+			return err
+		},
+		Logger: log,
+	})
+}
+
+var errNotSupervised = rpc.Errorf(rpc.CodeInvalidRequest, "the manager is started by the supervisor, which passes it its sockets").
+	WithHint("mypr-mcp exec 1+1 starts a session")
+
+// managerSockets takes the inherited listeners.
+func managerSockets() (runtime, kernel *net.UnixListener, err error) {
+	named, err := activation.ListenersWithNames()
+	if err != nil {
+		return nil, nil, err
+	}
+	take := func(name string) *net.UnixListener {
+		for _, l := range named[name] {
+			if u, ok := l.(*net.UnixListener); ok {
+				u.SetUnlinkOnClose(false) // the socket file is the supervisor's
+				return u
+			}
+		}
+		return nil
+	}
+	if runtime, kernel = take("runtime"), take("kernel"); runtime == nil || kernel == nil {
+		return nil, nil, errNotSupervised
+	}
+	return runtime, kernel, nil
+}
+
+// serviceVariables are what the supervisor tells its units about themselves.
+var serviceVariables = []string{
+	"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "INVOCATION_ID", "MYPR_CONTROL",
+}
+
+// prepareKernel reads the configuration as it is now, so that a reset applies it.
+func prepareKernel(ctx context.Context, w *workspace.Workspace, base []string, run kernel.Runner, progress func(string)) (*kernel.Launch, error) {
+	cfg, _, err := config.Load(w.Root)
+	if err != nil {
+		return nil, err
+	}
+	env, _ := cfg.Environ(base)
+	// What the supervisor told this process is nothing for Python.
+	env = slices.DeleteFunc(env, func(kv string) bool {
+		name, _, _ := strings.Cut(kv, "=")
+		return slices.Contains(serviceVariables, name)
+	})
+	l, err := kernel.Prepare(ctx, kernel.Options{
+		Root: w.Root, Workspace: w.Dir, Config: cfg.Python, Env: env, Run: run, Progress: progress,
+	})
+	var known *rpc.Error
+	if err != nil && ctx.Err() == nil && !errors.As(err, &known) {
+		err = rpc.Errorf(rpc.CodeUnavailable, "cannot prepare Python: %v", err).WithHint("mypr-mcp reset tries again when that is mended")
+	}
+	return l, err
+}
+
+// setEnvironment makes env this process's own: what it starts, and the libraries in
+// it, see the configured proxies and certificates.
+func setEnvironment(env []string) {
+	os.Clearenv()
+	for _, kv := range env {
+		for i := 1; i < len(kv); i++ { // a name may begin with "="
+			if kv[i] == '=' {
+				_ = os.Setenv(kv[:i], kv[i+1:])
+				break
+			}
+		}
+	}
+}

@@ -1,0 +1,82 @@
+package main
+
+import (
+	"context"
+	"os"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"mypr/internal/rpc"
+	"mypr/supervisor/control"
+)
+
+// watched is a process whose end is waited for. It owns the descriptor.
+type watched struct{ f *os.File }
+
+// watchPeer opens the process at the other end, before it is asked to go. The pidfd
+// of the connection is closed with it, so this is one of its own. Without any (an old
+// kernel and a peer in another pid namespace) wait returns at once and the caller's
+// lock is the only sign.
+func watchPeer(sv *control.Client) (watched, error) {
+	peer := sv.Peer()
+	fd := -1
+	var err error
+	if p := peer.PIDFD(); p != nil {
+		raw, cerr := p.SyscallConn()
+		if cerr != nil {
+			return watched{}, cerr
+		}
+		cerr = raw.Control(func(n uintptr) { fd, err = unix.FcntlInt(n, unix.F_DUPFD_CLOEXEC, 3) })
+		if cerr != nil {
+			return watched{}, cerr
+		}
+	} else if peer.PID > 0 {
+		fd, err = unix.PidfdOpen(peer.PID, unix.PIDFD_NONBLOCK)
+	}
+	if err != nil {
+		return watched{}, os.NewSyscallError("pidfd", err)
+	}
+	if fd < 0 {
+		return watched{}, nil
+	}
+	// Non-blocking, so that the runtime's poller waits for it and no thread does.
+	if err := unix.SetNonblock(fd, true); err != nil {
+		unix.Close(fd)
+		return watched{}, err
+	}
+	return watched{os.NewFile(uintptr(fd), "supervisor-pidfd")}, nil
+}
+
+func (w watched) Close() {
+	if w.f != nil {
+		w.f.Close()
+	}
+}
+
+// wait returns when the process has ended.
+func (w watched) wait(ctx context.Context) error {
+	if w.f == nil {
+		return nil
+	}
+	raw, err := w.f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	defer context.AfterFunc(ctx, func() { _ = w.f.SetReadDeadline(time.Now()) })()
+	err = raw.Read(func(fd uintptr) bool {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		for {
+			n, err := unix.Poll(p, 0)
+			if err == syscall.EINTR {
+				continue
+			}
+			return n > 0 || err != nil
+		}
+	})
+	if ctx.Err() != nil {
+		return rpc.AsError(context.Cause(ctx))
+	}
+	return err
+}

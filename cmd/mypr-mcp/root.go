@@ -1,0 +1,198 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+
+	"mypr/internal/client"
+	"mypr/internal/rpc"
+	"mypr/internal/workspace"
+)
+
+// Exit statuses (docs/EXIT-CODES.md).
+const (
+	exitOK        = 0
+	exitFailed    = 1
+	exitUsage     = 2
+	exitLost      = 3
+	exitCancelled = 4
+	exitTimeout   = 124 // as timeout(1): the wait ended, the cell goes on
+	exitInterrupt = 130 // 128 + SIGINT
+)
+
+// cli is what every verb gets.
+type cli struct {
+	dir    string // -C
+	json   bool
+	stdin  *os.File
+	stdout *os.File
+	stderr *os.File
+}
+
+// exitStatus ends the program with a status when everything was already said.
+type exitStatus int
+
+func (e exitStatus) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
+
+// usageError is a mistake in the arguments.
+type usageError struct{ error }
+
+func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// run runs one command line and returns the exit status.
+func run(args []string) int {
+	c := &cli{stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr}
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	root := c.command()
+	root.SetArgs(args)
+	return c.status(root.ExecuteContext(ctx))
+}
+
+func (c *cli) command() *cobra.Command {
+	root := &cobra.Command{
+		Use:           "mypr-mcp",
+		Short:         "A persistent Python session for LLM agents, one per directory",
+		SilenceErrors: true,
+		SilenceUsage:  true,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return usagef("there is no command %q (mypr-mcp help lists them)", args[0])
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.SetOut(c.stdout)
+	root.SetErr(c.stderr)
+	root.PersistentFlags().StringVarP(&c.dir, "directory", "C", "", "the workspace `DIR` (default: the current directory)")
+	root.PersistentFlags().BoolVar(&c.json, "json", !isTerminal(c.stdout), "print JSON; --json=false prints text also when the output is no terminal")
+	root.PersistentFlags().Lookup("json").DefValue = ""
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.AddCommand(
+		c.serveCommand(), c.execCommand(), c.statusCommand(), c.logsCommand(), c.interruptCommand(),
+		c.resetCommand(), c.restartCommand(), c.stopCommand(), c.unitsCommand(), c.versionCommand(),
+		c.superviseCommand(), c.managerCommand(),
+	)
+	for _, cmd := range root.Commands() {
+		asUsage(cmd)
+	}
+	return root
+}
+
+// asUsage makes wrong numbers of arguments usage errors, which cobra does not tell apart.
+func asUsage(cmd *cobra.Command) {
+	if check := cmd.Args; check != nil {
+		cmd.Args = func(cmd *cobra.Command, args []string) error {
+			if err := check(cmd, args); err != nil {
+				return usageError{err}
+			}
+			return nil
+		}
+	}
+	for _, sub := range cmd.Commands() {
+		asUsage(sub)
+	}
+}
+
+// status says an error and turns it into an exit status.
+func (c *cli) status(err error) int {
+	var quiet exitStatus
+	var usage usageError
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.As(err, &quiet):
+		return int(quiet)
+	case errors.As(err, &usage):
+		fmt.Fprintf(c.stderr, "mypr-mcp: %v\n", usage.error)
+		return exitUsage
+	case errors.Is(err, context.Canceled):
+		fmt.Fprintln(c.stderr, "mypr-mcp: interrupted")
+		return exitInterrupt
+	}
+	var e *rpc.Error
+	if errors.As(err, &e) {
+		fmt.Fprintf(c.stderr, "mypr-mcp: %s\n", e.Message)
+		if e.Hint != "" {
+			fmt.Fprintf(c.stderr, "next: %s\n", e.Hint)
+		}
+		return exitFailed
+	}
+	fmt.Fprintf(c.stderr, "mypr-mcp: %v\n", err)
+	return exitFailed
+}
+
+// workspace opens the workspace of this command line.
+func (c *cli) workspace() (*workspace.Workspace, error) { return workspace.Open(c.dir) }
+
+// client is a runtime client of the command line. Without start it never starts a
+// runtime. passive connections do not count as clients.
+func (c *cli) client(w *workspace.Workspace, start, passive bool) *client.Client {
+	return client.New(client.Options{
+		Ensure: func(ctx context.Context) (string, error) {
+			if !start {
+				l, err := w.Discover(ctx)
+				if err != nil {
+					return "", err
+				}
+				return l.Socket, nil
+			}
+			return ensure(ctx, w, "cli")
+		},
+		Kind: "cli", Name: "mypr-mcp", Version: version(), Passive: passive,
+	})
+}
+
+// printJSON writes v as the original does: indented, one object.
+func printJSON(w io.Writer, v any) error {
+	e := json.NewEncoder(w)
+	e.SetEscapeHTML(false)
+	e.SetIndent("", "  ")
+	return e.Encode(v)
+}
+
+func isTerminal(f *os.File) bool { return term.IsTerminal(int(f.Fd())) }
+
+// colours reports whether to colour the output: a terminal whose user did not object.
+func (c *cli) colours() bool { return os.Getenv("NO_COLOR") == "" && isTerminal(c.stdout) }
+
+// ago is a duration for people: "3.2s", "5m12s", "2h3m", "4d2h".
+func ago(d time.Duration) string {
+	switch {
+	case d < 0:
+		return "0s"
+	case d < time.Minute:
+		return d.Round(100 * time.Millisecond).String()
+	case d < time.Hour:
+		return d.Round(time.Second).String()
+	case d < 24*time.Hour:
+		return strings.TrimSuffix(d.Round(time.Minute).String(), "0s")
+	}
+	h := int(d.Round(time.Hour).Hours())
+	return fmt.Sprintf("%dd%dh", h/24, h%24)
+}
+
+// size is a number of bytes for people: "17 MiB".
+func size(n uint64) string {
+	switch {
+	case n == 0:
+		return "-"
+	case n < 1<<20:
+		return fmt.Sprintf("%d KiB", (n+1023)>>10)
+	case n < 10<<30:
+		return fmt.Sprintf("%d MiB", (n+1<<19)>>20)
+	}
+	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
+}

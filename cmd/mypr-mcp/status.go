@@ -1,0 +1,245 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"mypr/internal/api"
+	"mypr/internal/rpc"
+	"mypr/internal/workspace"
+	"mypr/supervisor/control"
+)
+
+// statusTimeout bounds each question of status: it must answer although something hangs.
+const statusTimeout = 5 * time.Second
+
+func (c *cli) statusCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "status", Short: "Show the session and every unit; starts nothing", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			w, err := c.workspace()
+			if err != nil {
+				return err
+			}
+			r, err := report(cmd.Context(), w)
+			if err != nil {
+				return err
+			}
+			if c.json {
+				return printJSON(c.stdout, r)
+			}
+			return statusText(c.stdout, r, c.colours(), time.Now())
+		},
+	}
+}
+
+// report gathers what can be known; what cannot is its Problem, not an error.
+func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, error) {
+	r := &api.StatusReport{Workspace: w.Dir, WorkspaceID: w.ID, BridgeVersion: version()}
+	problem := func(err error) {
+		if r.Problem == "" {
+			e := rpc.AsError(err)
+			r.Problem, r.Hint = e.Message, e.Hint
+		}
+	}
+	l, err := w.Discover(ctx)
+	if ctx.Err() != nil {
+		return nil, ctx.Err()
+	}
+	if err != nil {
+		problem(err)
+		return r, nil
+	}
+	r.Socket, r.Supervisor = l.Socket, l.Supervisor
+	if l.Supervisor != nil {
+		err := withControl(ctx, l, func(ctx context.Context, sv *control.Client) (err error) {
+			r.Units, err = sv.List(ctx, true)
+			return err
+		})
+		if err != nil {
+			problem(fmt.Errorf("the supervisor does not list its units: %w", err))
+		}
+	}
+	ask, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	// Not through client.Client: a manager that is down or hangs is an answer here,
+	// nothing to wait for.
+	conn, err := rpc.Dial(ask, l.Socket, nil)
+	if err == nil {
+		defer conn.Close()
+		var s api.Status
+		if err = conn.Call(ask, api.MethodStatus, api.StatusParams{Detail: true}, &s); err == nil {
+			r.Status = &s
+		}
+	}
+	if ctx.Err() != nil {
+		return nil, ctx.Err()
+	}
+	if err != nil {
+		problem(rpc.Errorf(rpc.CodeUnavailable, "the manager does not answer: %v", err).WithHint("read .mypr/manager.log; then: mypr-mcp restart"))
+		return r, nil
+	}
+	r.ManagerAvailable = true
+	r.Healthy = r.Status.Healthy && r.Problem == ""
+	r.UpdatePending = r.Status.ManagerVersion != r.BridgeVersion
+	if r.Status.HealthError != "" {
+		problem(rpc.Errorf("", "%s", r.Status.HealthError))
+	}
+	return r, nil
+}
+
+// withControl runs f with a connection to the runtime's supervisor, within statusTimeout.
+func withControl(ctx context.Context, l *workspace.Location, f func(context.Context, *control.Client) error) error {
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	sv, err := control.Dial(ctx, l.Control)
+	if err != nil {
+		return err
+	}
+	defer sv.Close()
+	return f(ctx, sv)
+}
+
+// palette colours words on a terminal.
+type palette bool
+
+func (p palette) paint(code, s string) string {
+	if !p || s == "" {
+		return s
+	}
+	return "\x1b[" + code + "m" + s + "\x1b[0m"
+}
+func (p palette) good(s string) string { return p.paint("32", s) }
+func (p palette) bad(s string) string  { return p.paint("31", s) }
+func (p palette) dim(s string) string  { return p.paint("2", s) }
+
+// statusText renders the report for people.
+func statusText(out io.Writer, r *api.StatusReport, colour bool, now time.Time) error {
+	p := palette(colour)
+	var b strings.Builder
+	line := func(name, format string, args ...any) {
+		fmt.Fprintf(&b, "%-11s %s\n", name, fmt.Sprintf(format, args...))
+	}
+	line("workspace", "%s %s", r.Workspace, p.dim("("+r.WorkspaceID+")"))
+	state := p.good("healthy")
+	switch {
+	case !r.ManagerAvailable && r.Supervisor == nil:
+		state = "no runtime"
+	case !r.ManagerAvailable:
+		state = p.bad("the manager does not answer")
+	case !r.Healthy:
+		state = p.bad("not healthy")
+	}
+	line("state", "%s", state)
+	if r.Problem != "" {
+		line("problem", "%s", p.bad(r.Problem))
+	}
+	if r.Hint != "" {
+		line("next", "%s", r.Hint)
+	}
+	if s := r.Status; s != nil {
+		kernel := s.Kernel.State
+		if s.Kernel.Python != "" {
+			kernel += ", Python " + s.Kernel.Python
+		}
+		if s.Kernel.Mode != "" {
+			kernel += ", " + s.Kernel.Mode
+		}
+		if s.Kernel.Detail != "" {
+			kernel += ": " + s.Kernel.Detail
+		}
+		line("kernel", "%s", kernel)
+		if s.Kernel.PlainReason != "" {
+			line("", "no IPython: %s", s.Kernel.PlainReason)
+		}
+		if blocked := s.Kernel.Blocked; blocked != nil {
+			line("", "%s", p.bad(fmt.Sprintf("blocked for %s by %s at %s (mypr-mcp interrupt)",
+				ago(time.Duration(blocked.Seconds*float64(time.Second))), blocked.ExecID, blocked.Where)))
+		}
+		if s.Generation != "" {
+			line("generation", "%s", s.Generation)
+		}
+		line("cells", "%d running, %d queued", len(s.Active), len(s.Queued))
+		line("clients", "%d of %d connections", s.ClientCount, s.ConnectionCount)
+		line("environment", "from %s %s", s.Environment.Source, s.Environment.Program)
+		if s.LastError != "" {
+			line("last error", "%s", s.LastError)
+		}
+		v := s.ManagerVersion
+		if r.UpdatePending {
+			v += fmt.Sprintf(" (this program is %s; mypr-mcp restart replaces the running one)", r.BridgeVersion)
+		}
+		line("version", "%s", v)
+	}
+	if sv := r.Supervisor; sv != nil {
+		tier := fmt.Sprintf("tier %d", sv.Tier)
+		if sv.TierReason != "" {
+			tier += ": " + sv.TierReason
+		}
+		line("supervisor", "pid %d, %s, up %s, %s", sv.PID, sv.Mode, ago(now.Sub(sv.Started)), tier)
+	}
+	if len(r.Units) > 0 {
+		b.WriteByte('\n')
+		unitTable(&b, r.Units, r.Supervisor, p, now)
+	}
+	_, err := io.WriteString(out, b.String())
+	return err
+}
+
+// unitTable prints one line for each unit.
+func unitTable(out io.Writer, units []control.UnitStatus, sv *control.Info, p palette, now time.Time) {
+	t := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "UNIT\tSTATE\tPID\tMEMORY\tUPTIME\tRESTARTS\tTIER\tLAST ERROR")
+	for _, u := range units {
+		pid, up, tier := "-", "-", "-"
+		if u.MainPID != 0 {
+			pid = fmt.Sprint(u.MainPID)
+		}
+		if u.ActiveState == control.Active || u.ActiveState == control.Reloading {
+			up = ago(now.Sub(u.Since))
+		}
+		if sv != nil && u.Containment != "" {
+			tier = fmt.Sprint(sv.Tier)
+		}
+		state := u.ActiveState + "/" + u.SubState
+		if u.Frozen {
+			state += " frozen"
+		}
+		last := u.Error
+		if last == "" && u.ActiveState == control.Failed {
+			last = u.Result
+		}
+		if len(u.Survivors) > 0 {
+			last += " still alive: " + strings.Join(u.Survivors, ", ")
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\n", u.Name, state, pid, size(u.MemoryCurrent), up, u.Restarts, tier, oneLine(last))
+	}
+	_ = t.Flush()
+}
+
+func oneLine(s string) string { return strings.Join(strings.Fields(s), " ") }
+
+// runtimeOf finds the running runtime, for verbs that need one.
+func runtimeOf(ctx context.Context, w *workspace.Workspace) (*workspace.Location, error) {
+	l, err := w.Discover(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if l.Supervisor == nil {
+		return nil, rpc.Errorf(rpc.CodeUnavailable, "the supervisor of %s does not answer", w.Dir).WithHint("mypr-mcp status")
+	}
+	return l, nil
+}
+
+// notRunning reports whether err says that there is no runtime.
+func notRunning(err error) bool {
+	var none *workspace.NotRunning
+	return errors.As(err, &none)
+}

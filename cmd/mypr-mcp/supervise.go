@@ -1,0 +1,124 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strconv"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"mypr/internal/api"
+	"mypr/internal/config"
+	"mypr/internal/rpc"
+	"mypr/internal/workspace"
+	"mypr/supervisor"
+	"mypr/units"
+)
+
+func (c *cli) superviseCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "supervise", Short: "Run the supervisor in the foreground", Args: cobra.NoArgs, Hidden: true,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			starter := workspace.TakeStarter()
+			err := c.supervise(cmd.Context(), starter)
+			starter.Report(err) // counts only when ready was never reported
+			return err
+		},
+	}
+}
+
+// lockPatience is how long a lock may be held by one who only looks, or is about to end.
+const lockPatience = 5 * time.Second
+
+func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
+	syscall.Umask(0o077)
+	log := slog.New(slog.NewTextHandler(c.stderr, nil))
+	w, err := c.workspace()
+	if err != nil {
+		return err
+	}
+	if err := w.EnsureLayout(); err != nil {
+		return err
+	}
+	if _, _, err := config.Load(w.Root); err != nil {
+		return err // while there is somebody to tell
+	}
+	lockCtx, cancel := context.WithTimeout(ctx, lockPatience)
+	defer cancel()
+	if !starter.Holds() {
+		startup, err := w.StartupLock(lockCtx)
+		if err != nil {
+			return err
+		}
+		defer startup.Close()
+	}
+	lock, err := w.SupervisorLock(lockCtx)
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	if err := w.PrepareRuntimeDir(); err != nil {
+		return err
+	}
+	exe, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	origin := api.Origin{Source: "supervise", Program: parentName(), PID: os.Getppid(), Time: time.Now()}
+	if starter != nil {
+		origin = starter.Origin
+	}
+	tier, _ := strconv.Atoi(os.Getenv("MYPR_TIER")) // for tests: the supervisor checks it
+	loader := units.NewLoader(w.Dir, exe, w.Stem())
+	if err := checkUnits(loader); err != nil {
+		return err
+	}
+	instance := workspace.NewInstance()
+	if err := w.RecordSupervisor(ctx, instance, version(), origin); err != nil {
+		return err
+	}
+	ctx, end := context.WithCancel(ctx)
+	defer end()
+	var failed error // of the first start
+	sv, err := supervisor.New(supervisor.Options{
+		Load: loader.Load, Names: loader.Names,
+		ControlPath: w.Control, NotifyPath: w.Notify, StatePath: filepath.Join(w.Root, "supervisor.json"),
+		CgroupName: "mypr-" + w.Hash[:12], ForceTier: tier,
+		Instance: instance, Version: version(), Mode: "standalone", Executable: exe,
+		Labels: map[string]string{workspace.LabelWorkspace: w.Dir, workspace.LabelWorkspaceID: w.ID},
+		Logger: log,
+		Ready: func(err error) {
+			starter.Report(err)
+			if err != nil && starter != nil {
+				failed = err
+				end() // whoever started us was told; half a runtime would only be in the way
+			}
+		},
+	})
+	if err != nil {
+		return err
+	}
+	if err := sv.Run(ctx); err != nil {
+		return err
+	}
+	return failed
+}
+
+// checkUnits reads every unit file, so that a mistake in one is said to whoever starts
+// the session, with its place, before anything runs.
+func checkUnits(loader *units.Loader) error {
+	names, err := loader.Names()
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		if _, _, err := loader.Load(name); err != nil {
+			return rpc.Errorf(rpc.CodeInvalidRequest, "%v", err).WithHint("correct the file, or move it away, and try again")
+		}
+	}
+	return nil
+}

@@ -1,0 +1,137 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"mypr/internal/rpc"
+	"mypr/supervisor/control"
+)
+
+func (c *cli) unitsCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use: "units", Short: "List and manage the supervisor's units", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return c.listUnits(cmd.Context()) },
+	}
+	cmd.AddCommand(&cobra.Command{
+		Use: "list", Short: "List the units", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return c.listUnits(cmd.Context()) },
+	}, &cobra.Command{
+		Use: "show NAME", Short: "Show everything about a unit", Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error { return c.showUnit(cmd.Context(), unitName(args[0])) },
+	}, &cobra.Command{
+		Use: "reload", Short: "Read the unit files again", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return sv.DaemonReload(ctx) })
+		},
+	})
+	jobs := []struct {
+		verb, short, done string
+		run               func(*control.Client, context.Context, control.JobParams) (control.JobResult, error)
+	}{
+		{"start", "Start a unit; clears a start limit that it hit", "started", (*control.Client).Start},
+		{"stop", "Stop a unit and all its processes", "stopped", (*control.Client).Stop},
+		{"restart", "Stop a unit and start it again", "restarted", (*control.Client).Restart},
+	}
+	for _, j := range jobs {
+		cmd.AddCommand(&cobra.Command{
+			Use: j.verb + " NAME", Short: j.short, Args: cobra.ExactArgs(1),
+			RunE: func(cmd *cobra.Command, args []string) error {
+				name := unitName(args[0])
+				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error {
+					r, err := j.run(sv, ctx, control.JobParams{Name: name})
+					if err != nil {
+						return err
+					}
+					if c.json {
+						err = printJSON(c.stdout, r)
+					} else {
+						_, err = fmt.Fprintf(c.stdout, "%s: %s, now %s/%s\n", name, r.Result, r.Unit.ActiveState, r.Unit.SubState)
+					}
+					if err == nil && r.Result != "done" {
+						err = rpc.Errorf(rpc.CodeConflict, "%s was not %s: %s %s", name, j.done, r.Result, r.Unit.Error).WithHint("mypr-mcp units show %s", name)
+					}
+					return err
+				})
+			},
+		})
+	}
+	for _, f := range []struct {
+		verb, short string
+		run         func(*control.Client, context.Context, string) error
+	}{
+		{"freeze", "Suspend every process of a unit", (*control.Client).Freeze},
+		{"thaw", "Resume a frozen unit", (*control.Client).Thaw},
+	} {
+		cmd.AddCommand(&cobra.Command{
+			Use: f.verb + " NAME", Short: f.short, Args: cobra.ExactArgs(1),
+			RunE: func(cmd *cobra.Command, args []string) error {
+				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return f.run(sv, ctx, unitName(args[0])) })
+			},
+		})
+	}
+	return cmd
+}
+
+// unitName lets people leave ".service" away.
+func unitName(s string) string {
+	if strings.Contains(s, ".") {
+		return s
+	}
+	return s + ".service"
+}
+
+// supervisor runs f with a connection to the running supervisor.
+func (c *cli) supervisor(ctx context.Context, f func(context.Context, *control.Client) error) error {
+	w, err := c.workspace()
+	if err != nil {
+		return err
+	}
+	l, err := runtimeOf(ctx, w)
+	if err != nil {
+		return err
+	}
+	sv, err := control.Dial(ctx, l.Control)
+	if err != nil {
+		return err
+	}
+	defer sv.Close()
+	return f(ctx, sv)
+}
+
+func (c *cli) listUnits(ctx context.Context) error {
+	return c.supervisor(ctx, func(ctx context.Context, sv *control.Client) error {
+		info, err := sv.Info(ctx)
+		if err != nil {
+			return err
+		}
+		units, err := sv.List(ctx, true)
+		if err != nil {
+			return err
+		}
+		if c.json {
+			return printJSON(c.stdout, units)
+		}
+		unitTable(c.stdout, units, &info, palette(c.colours()), time.Now())
+		return nil
+	})
+}
+
+func (c *cli) showUnit(ctx context.Context, name string) error {
+	return c.supervisor(ctx, func(ctx context.Context, sv *control.Client) error {
+		u, err := sv.Show(ctx, name)
+		if err != nil {
+			return err
+		}
+		for _, w := range u.Warnings {
+			fmt.Fprintln(os.Stderr, w)
+		}
+		// A unit has too many properties for a layout of our own: people get the JSON too.
+		return printJSON(c.stdout, u)
+	})
+}
