@@ -52,8 +52,6 @@ type Supervisor interface {
 	Stop(ctx context.Context, p control.JobParams) (control.JobResult, error)
 	Restart(ctx context.Context, p control.JobParams) (control.JobResult, error)
 	Kill(ctx context.Context, p control.KillParams) error
-	Wait(ctx context.Context, p control.WaitParams) (control.UnitStatus, error)
-	Release(ctx context.Context, name string) error
 	Reexec(ctx context.Context, p control.ReexecParams) error
 	Subscribe(ctx context.Context, names ...string) ([]control.UnitStatus, <-chan control.UnitEvent, error)
 	Done() <-chan struct{}
