@@ -339,7 +339,7 @@ func list(field func(*parser) *[]string, check func(string) error) setter {
 			*field(p) = nil
 			return nil
 		}
-		items, err := words(v)
+		items, err := words(v, p.badEscape)
 		if err != nil {
 			return err
 		}
@@ -567,7 +567,7 @@ prefixes:
 			argv, s = append(argv, ";"), trimmed[2:]
 			continue
 		}
-		w, rest, ok, err := nextWord(trimmed)
+		w, rest, ok, err := nextWord(trimmed, p.badEscape)
 		if err != nil {
 			return fail(err)
 		}

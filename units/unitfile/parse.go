@@ -109,6 +109,10 @@ func (p *parser) warn(a assignment, format string, args ...any) {
 	p.warnings = append(p.warnings, fmt.Sprintf("%s:%d: %s", a.file, a.line, fmt.Sprintf(format, args...)))
 }
 
+func (p *parser) badEscape(s string) {
+	p.warn(p.current, "%s=: %s is no escape sequence and stays as it is (a backslash is written \\\\)", p.current.key, s)
+}
+
 // fail is an error of the unit as a whole, placed at the last assignment of key if there is one.
 func (p *parser) fail(key, format string, args ...any) error {
 	e := &Error{File: p.name, Key: key, Err: fmt.Errorf(format, args...)}

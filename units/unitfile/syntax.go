@@ -2,7 +2,6 @@ package unitfile
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"strconv"
 	"strings"
@@ -109,8 +108,9 @@ func shorten(s string) string {
 
 // nextWord takes the first word off s. Words are separated by blanks; single and
 // double quotes keep blanks and are removed, wherever in the word they stand, and C
-// escapes are decoded inside and outside of them. ok is false when there is no word.
-func nextWord(s string) (word, rest string, ok bool, err error) {
+// escapes are decoded inside and outside of them; what is no escape sequence stays as
+// it is and goes through bad, as it does in systemd. ok is false when there is no word.
+func nextWord(s string, bad func(escape string)) (word, rest string, ok bool, err error) {
 	s = strings.TrimLeft(s, blanks+"\n")
 	if s == "" {
 		return "", "", false, nil
@@ -120,9 +120,10 @@ func nextWord(s string) (word, rest string, ok bool, err error) {
 	for i := 0; i < len(s); {
 		switch c := s[i]; {
 		case c == '\\':
-			r, n, err := unescape(s[i:])
-			if err != nil {
-				return "", "", false, err
+			r, n := unescape(s[i:])
+			if n == 0 {
+				r, n = s[i:i+1], 1
+				bad(s[i:min(i+2, len(s))])
 			}
 			b.WriteString(r)
 			i += n
@@ -147,10 +148,10 @@ func nextWord(s string) (word, rest string, ok bool, err error) {
 }
 
 // words splits s completely.
-func words(s string) ([]string, error) {
+func words(s string, bad func(escape string)) ([]string, error) {
 	var out []string
 	for {
-		w, rest, ok, err := nextWord(s)
+		w, rest, ok, err := nextWord(s, bad)
 		if err != nil || !ok {
 			return out, err
 		}
@@ -159,32 +160,16 @@ func words(s string) ([]string, error) {
 	}
 }
 
-var errEscape = errors.New(`unknown escape sequence (a backslash itself is written \\)`)
-
-// unescape decodes the escape sequence at the start of s: what it stands for, and its length.
-func unescape(s string) (string, int, error) {
+// unescape decodes the escape sequence at the start of s: what it stands for, and its
+// length, which is 0 when it is none.
+func unescape(s string) (string, int) {
 	if len(s) < 2 {
-		return "", 0, errEscape
+		return "", 0
+	}
+	if i := strings.IndexByte(`abfnrtvs\"'`, s[1]); i >= 0 {
+		return "\a\b\f\n\r\t\v \\\"'"[i : i+1], 2
 	}
 	switch s[1] {
-	case 'a':
-		return "\a", 2, nil
-	case 'b':
-		return "\b", 2, nil
-	case 'f':
-		return "\f", 2, nil
-	case 'n':
-		return "\n", 2, nil
-	case 'r':
-		return "\r", 2, nil
-	case 't':
-		return "\t", 2, nil
-	case 'v':
-		return "\v", 2, nil
-	case 's':
-		return " ", 2, nil
-	case '\\', '"', '\'':
-		return s[1:2], 2, nil
 	case 'x':
 		return numeric(s, 2, 2, 16)
 	case 'u':
@@ -195,24 +180,20 @@ func unescape(s string) (string, int, error) {
 	return numeric(s, 1, 3, 8)
 }
 
-// numeric decodes digits characters of s from start: bytes below \u, else a code point.
-func numeric(s string, start, digits, base int) (string, int, error) {
+// numeric decodes digits characters of s from start: a byte, or for \u and \U a code
+// point. No string can hold the zero byte.
+func numeric(s string, start, digits, base int) (string, int) {
 	if len(s) < start+digits {
-		return "", 0, errEscape
+		return "", 0
 	}
 	n, err := strconv.ParseUint(s[start:start+digits], base, 32)
 	switch {
-	case err != nil:
-		return "", 0, errEscape
-	case n == 0:
-		return "", 0, errors.New("an escape sequence stands for the zero byte, which no string can hold")
-	case digits <= 3:
-		if n > 255 {
-			return "", 0, errEscape
-		}
-		return string([]byte{byte(n)}), start + digits, nil
-	case n > utf8.MaxRune || !utf8.ValidRune(rune(n)):
-		return "", 0, errEscape
+	case err != nil || n == 0:
+		return "", 0
+	case digits <= 3 && n <= 255:
+		return string([]byte{byte(n)}), start + digits
+	case digits > 3 && n <= utf8.MaxRune && utf8.ValidRune(rune(n)):
+		return string(rune(n)), start + digits
 	}
-	return string(rune(n)), start + digits, nil
+	return "", 0
 }
