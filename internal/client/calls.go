@@ -9,9 +9,10 @@ import (
 	"mypr/internal/rpc"
 )
 
-// waitOf is the wait that the manager will grant.
+// waitOf is the longest wait that the manager will grant. What it does without being
+// told is configurable, within the same bound.
 func waitOf(ms *int64) time.Duration {
-	n := int64(api.DefaultWaitMS)
+	n := int64(api.MaxWaitMS)
 	if ms != nil {
 		n = min(max(*ms, 0), api.MaxWaitMS)
 	}
@@ -20,7 +21,7 @@ func waitOf(ms *int64) time.Duration {
 
 // rest is what is left of a wait when a call is sent again.
 func rest(ms *int64, spent time.Duration) *int64 {
-	if spent < 50*time.Millisecond {
+	if ms == nil || spent < 50*time.Millisecond {
 		return ms // the first sending, as the caller said it
 	}
 	left := max(waitOf(ms)-spent, 0).Milliseconds()

@@ -318,8 +318,9 @@ type part struct {
 	label  string
 	event  int // index of its first event
 	events int
-	start  int // of its text, in page.text
-	exact  bool
+	from   int  // of its label, in page.text
+	start  int  // of its text
+	exact  bool // the text is that of the events, to the byte
 }
 
 // listed is one artifact and what became of it.
@@ -334,7 +335,7 @@ func newPage(r *api.ExecResult, label bool) *page {
 	p := &page{first: r.Cursor - int64(len(r.Output)), events: r.Output, label: label}
 	replaced := map[string]int{} // display id: index of its latest event
 	for i, e := range r.Output {
-		if e.DisplayID != "" {
+		if e.DisplayID != "" && !e.Continues {
 			replaced[e.DisplayID] = i
 		}
 	}
@@ -343,22 +344,21 @@ func newPage(r *api.ExecResult, label bool) *page {
 		e := r.Output[i]
 		label := labelOf(e)
 		j := i + 1
-		text := e.Text
-		if e.Type == "stream" {
-			var joined strings.Builder
-			joined.WriteString(text)
-			for j < len(r.Output) && r.Output[j].Type == "stream" && labelOf(r.Output[j]) == label {
-				joined.WriteString(r.Output[j].Text)
-				j++
-			}
-			text = joined.String()
-		} else if last, ok := replaced[e.DisplayID]; ok && last != i && e.DisplayID != "" {
+		for j < len(r.Output) && goesOn(r.Output[j], label) {
+			j++
+		}
+		if last, ok := replaced[e.DisplayID]; ok && last > i {
 			i = j // a later event of this page replaces it
 			continue
 		}
-		for _, a := range e.Artifacts {
-			p.artifacts = append(p.artifacts, listed{Artifact: a})
+		var joined strings.Builder
+		for _, e := range r.Output[i:j] {
+			joined.WriteString(e.Text)
+			for _, a := range e.Artifacts {
+				p.artifacts = append(p.artifacts, listed{Artifact: a})
+			}
 		}
+		text := joined.String()
 		clean := collapse(fold(text))
 		if clean != "" {
 			p.add(&b, part{label: label, event: i, events: j - i, exact: clean == text}, clean)
@@ -385,6 +385,7 @@ func (p *page) add(b *strings.Builder, t part, text string) {
 			b.WriteByte('\n')
 		}
 	}
+	t.from = b.Len()
 	if t.label != before || t.label != "stdout" && t.label != "stderr" {
 		b.WriteString("[" + t.label + "]")
 		if strings.Contains(strings.TrimSuffix(text, "\n"), "\n") {
@@ -396,6 +397,12 @@ func (p *page) add(b *strings.Builder, t part, text string) {
 	t.start = b.Len()
 	b.WriteString(text)
 	p.parts = append(p.parts, t)
+}
+
+// goesOn reports whether e belongs to the same part as the event before it, whose
+// label is given.
+func goesOn(e api.Event, label string) bool {
+	return labelOf(e) == label && (e.Type == "stream" || e.Continues)
 }
 
 func labelOf(e api.Event) string {
@@ -425,6 +432,8 @@ func (p *page) cut(budget int) string {
 	room := budget - marker
 	head := boundary(p.text, room*2/5, false)
 	tail := boundary(p.text, len(p.text)-(room-room*2/5), true)
+	head, _ = p.outside(head)
+	tail, label := p.outside(tail)
 	gap := p.text[head:tail]
 	event, bytes := p.span(head, tail)
 	nl := ""
@@ -435,8 +444,27 @@ func (p *page) cut(budget int) string {
 	if !strings.HasSuffix(gap, "\n") {
 		lines++
 	}
-	return fmt.Sprintf("%s%s[%d bytes in %d lines are left out here: poll(exec_id, cursor=%d, max_bytes=%d) shows them]\n%s",
-		p.text[:head], nl, len(gap), lines, p.first+int64(event), bytes, p.text[tail:])
+	return fmt.Sprintf("%s%s[%d bytes in %d lines are left out here: poll(exec_id, cursor=%d, max_bytes=%d) shows them]\n%s%s",
+		p.text[:head], nl, len(gap), lines, p.first+int64(event), bytes, label, p.text[tail:])
+}
+
+// outside moves a cut out of a label, to its front. For a cut within a part it gives
+// the label that what follows needs; a page of stdout alone needs none.
+func (p *page) outside(at int) (int, string) {
+	for i := len(p.parts) - 1; i >= 0; i-- {
+		t := p.parts[i]
+		if at < t.from {
+			continue
+		}
+		if at <= t.start {
+			return t.from, ""
+		}
+		if len(p.parts) == 1 && t.label == "stdout" {
+			return at, ""
+		}
+		return at, "[" + t.label + "]\n"
+	}
+	return at, ""
 }
 
 // boundary moves a cut to the end of a line when one is near, else to a rune: for the

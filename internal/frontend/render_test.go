@@ -136,6 +136,8 @@ func TestGolden(t *testing.T) {
 		"repeats":       {r: result1("succeeded", 1, out("start\n"+strings.Repeat("retrying\n", 57)+"ok\n"))},
 		"display update": {r: result1("succeeded", 3, api.Event{Type: "display", Text: "1/3", DisplayID: "bar"},
 			out("between\n"), api.Event{Type: "display", Text: "3/3", DisplayID: "bar", Update: true})},
+		"continued": {r: result1("failed", 3, api.Event{Type: "error", Text: "Traceback (most recent ca"},
+			api.Event{Type: "error", Text: "ll last):\nValueError: no", Continues: true}, api.Event{Type: "error", Text: "another\n"})},
 		"file": {r: result1("succeeded", 1, api.Event{Type: "result", Text: "<table>", Artifacts: []api.Artifact{
 			{Mime: "text/html", Path: "/ws/.mypr/artifacts/0f8b/1.html", Size: 512}, {Mime: "image/png", Path: "/nonexistent/2.png", Size: 9}}})},
 		"long": {r: func() *api.ExecResult {
@@ -172,19 +174,29 @@ var gap = regexp.MustCompile(`\[(\d+) bytes in (\d+) lines are left out here: po
 // Whatever the output, the text keeps to its size, begins with the state, says how to
 // go on, and what it leaves out is found, to the byte, by the poll that it names.
 func TestBudget(t *testing.T) {
+	var cuts, all int
+	defer func() {
+		if cuts*20 < all {
+			t.Errorf("only %d of %d texts were cut", cuts, all)
+		}
+	}()
 	rapid.Check(t, func(t *rapid.T) {
 		text := rapid.OneOf(
 			rapid.StringMatching(`[a-z é☃]{0,60}\n?`),
 			rapid.StringN(0, 900, 900),
-			rapid.Map(rapid.IntRange(0, 900), func(n int) string { return strings.Repeat("y", n) }),
+			// rapid prefers small values, so the sizes that matter are named
+			rapid.Map(rapid.SampledFrom([]int{1, 60, 400, 899}), func(n int) string { return strings.Repeat("y", n) }),
+			rapid.Map(rapid.SampledFrom([]int{3, 60, 300}), func(n int) string { return strings.Repeat("\u00e9\u2603", n/2) + "\n" }),
+			rapid.Map(rapid.SampledFrom([]int{3, 30, 90}), func(n int) string { return strings.Repeat("same line\n", n) }),
 		)
+		count := rapid.SampledFrom([]int{0, 1, 4, 20, 60, 80}).Draw(t, "count")
 		events := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) api.Event {
 			e := api.Event{Type: rapid.SampledFrom([]string{"stream", "stream", "stream", "result", "error", "warning"}).Draw(t, "type"), Text: text.Draw(t, "text")}
 			if e.Type == "stream" {
 				e.Stream = rapid.SampledFrom([]string{"stdout", "stdout", "stdout", "stderr"}).Draw(t, "stream")
 			}
 			return e
-		}), 0, 80).Draw(t, "events")
+		}), count, count).Draw(t, "events")
 		first := rapid.Int64Range(0, 1000).Draw(t, "first")
 		r := result1(rapid.SampledFrom([]string{"running", "succeeded", "failed"}).Draw(t, "state"), first+int64(len(events)), events...)
 		r.HasMore = rapid.Bool().Draw(t, "more")
@@ -208,6 +220,7 @@ func TestBudget(t *testing.T) {
 			t.Fatalf("ends with %q", last)
 		}
 		whole, _ := renderExec(r, view{whole: true})
+		all++
 		m := gap.FindStringSubmatchIndex(got)
 		if m == nil {
 			if got != whole {
@@ -215,17 +228,25 @@ func TestBudget(t *testing.T) {
 			}
 			return
 		}
+		cuts++
 		num := func(i int) int {
 			n, _ := strconv.Atoi(got[m[2*i]:m[2*i+1]])
 			return n
 		}
 		// The hidden part is the whole body without head and tail.
-		body := newPage(r, r.Error != nil).text
-		head, tail := bodyOf(t, got[:m[0]], r), got[m[1]:]
-		if r.HasMore || r.State == "running" || len(whole) > repeatOver {
-			tail = tail[:strings.LastIndex(strings.TrimSuffix(tail, "\n"), "\n")+1]
+		p := newPage(r, r.Error != nil)
+		body := p.text
+		i, j := strings.Index(got, "\n")+1, strings.LastIndex(got, body[len(body)-min(len(body), 50):])
+		if r.Error != nil {
+			i += strings.Index(got[i:], "\n") + 1
 		}
-		head = strings.TrimSuffix(head, "\n")
+		if j < m[1] {
+			t.Fatal("the end of the output is not shown")
+		}
+		head, tail := strings.TrimSuffix(got[i:m[0]], "\n"), got[m[1]:j+min(len(body), 50)]
+		if !strings.HasSuffix(body, tail) { // it goes on in the middle of a part, whose label is repeated
+			_, tail, _ = strings.Cut(tail, "]\n")
+		}
 		if !strings.HasPrefix(body, head) || !strings.HasSuffix(body, tail) {
 			t.Fatalf("head or tail are not those of the body: %.200q … %.200q", head, tail)
 		}
@@ -259,15 +280,6 @@ func TestBudget(t *testing.T) {
 func plain(s string) string {
 	s = regexp.MustCompile(`\[(stdout|stderr|result|traceback|warning)\][ \n]`).ReplaceAllString(s, "")
 	return strings.ReplaceAll(s, "\n", "")
-}
-
-// bodyOf is s without the lines before the output.
-func bodyOf(t *rapid.T, s string, r *api.ExecResult) string {
-	_, s, _ = strings.Cut(s, "\n")
-	if r.Error != nil {
-		_, s, _ = strings.Cut(s, "\n")
-	}
-	return s
 }
 
 // What a poll costs that brings nothing, at 4 characters a token or less.
