@@ -651,8 +651,11 @@ func (m *Manager) endKernelLocked(generation string, u control.UnitStatus) {
 		}
 		names = append(names, r.ID)
 		one := *info
-		if r.next.Started == 0 {
+		switch {
+		case !r.sent:
 			one.Message = "nothing of it was run: " + one.Message
+		case r.next.Started == 0: // how far it came died with the kernel
+			one.Message += "; whether this cell had begun is not known"
 		}
 		if s := m.finish(r, state, &one, at); s != nil {
 			list = append(list, s)
@@ -668,7 +671,7 @@ func (m *Manager) endKernelLocked(generation string, u control.UnitStatus) {
 		m.lastError = lost.text
 	}
 	m.mu.Unlock()
-	m.log.Warn("kernel ended", "generation", generation, "cause", info.Message, "cells", len(names))
+	m.log.Info("kernel ended", "generation", generation, "cause", info.Message, "cells", len(names))
 	m.store.Submit(m.keepOp(list, func(t *store.Tx) (err error) {
 		lost.seq, err = t.End(generation, at, lost.kind, lost.text)
 		return err
@@ -895,5 +898,6 @@ func (m *Manager) takeUp(e *store.Entity) {
 		r.log = log
 	}
 	r.logged = r.JournalEvents
+	r.sent = r.Generation != "" // it may have been; the kernel will say
 	m.runs[r.ID], m.live[r.ID] = r, r
 }
