@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"syscall"
 	"time"
 
@@ -213,6 +212,7 @@ type shimBox struct {
 	u      *unit
 	shim   *process.Shim
 	sock   string
+	starts int
 	full   bool // something was started and the shim did not say that it is empty
 	empty  func()
 	closed bool
@@ -220,9 +220,17 @@ type shimBox struct {
 	early  []process.ShimProcess // ends that came before the answer to their start
 }
 
+// shimSuffix ends the name of a shim's socket, exitSuffix that of its exit file.
+const (
+	shimSuffix = ".shim"
+	exitSuffix = ".exit"
+)
+
 func (s *Supervisor) newShimBox(u *unit) (box, error) {
-	base := filepath.Join(filepath.Dir(s.opt.StatePath), u.Invocation)
-	b := &shimBox{s: s, u: u, sock: base + ".shim"}
+	if s.opt.StatePath == "" {
+		return nil, errors.New("containment by a shim needs a state path")
+	}
+	b := &shimBox{s: s, u: u, sock: s.opt.StatePath + "-" + u.Invocation[:16] + shimSuffix}
 	l, err := sockets.Listen(b.sock, sockets.Config{})
 	if err != nil {
 		return nil, err
@@ -240,10 +248,12 @@ func (b *shimBox) hooks() process.ShimEvents {
 		Exit: func(p process.ShimProcess) {
 			b.s.queue.post(func() { b.exited(p) })
 		},
-		Empty: func() {
+		Empty: func(starts int) {
 			b.s.queue.post(func() {
-				b.full = false
-				b.emptied()
+				if starts == b.starts {
+					b.full = false
+					b.emptied()
+				}
 			})
 		},
 		Gone: func() { b.s.queue.post(b.gone) },
@@ -272,6 +282,7 @@ func (b *shimBox) gone() {
 
 func (b *shimBox) start(tag string, c *process.Command, done func(*process.Process, error)) {
 	b.full = true
+	b.starts++
 	// The files are the caller's and may be closed when this returns.
 	d := *c
 	var dups []*os.File
@@ -351,18 +362,30 @@ func (b *shimBox) remove() error {
 	if b.full {
 		return syscall.EBUSY
 	}
-	_ = b.shim.Quit()
+	b.closed = true
+	p := b.shim.Process
+	_ = p.Signal(syscall.SIGKILL)
+	b.shim.Close()
 	_ = os.Remove(b.sock)
-	b.release()
+	w, err := b.s.poll.add(p.PIDFD(), unix.EPOLLIN, nil)
+	if err != nil {
+		p.Close()
+		return nil
+	}
+	b.s.ending++ // the supervisor does not end before its shims
+	w.f = func(uint32) {
+		b.s.ending--
+		w.remove()
+		p.Close()
+	}
 	return nil
 }
 
-func (b *shimBox) close() { b.release() }
-
-func (b *shimBox) release() {
+func (b *shimBox) close() {
 	if !b.closed {
 		b.closed = true
 		b.shim.Close()
+		b.shim.Process.Close()
 	}
 }
 

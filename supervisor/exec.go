@@ -303,7 +303,7 @@ func (u *unit) command(c spec.Command, main bool) (*process.Command, []*os.File,
 	if err != nil {
 		return nil, nil, err
 	}
-	p := &process.Command{Path: c.Path, Args: c.Args, Env: env, CgroupFD: -1, Setup: setup(sv)}
+	p := &process.Command{Path: c.Path, Args: c.Args, Env: env, CgroupFD: -1, OOMScoreAdjust: sv.OOMScoreAdjust, Setup: setup(sv)}
 	if len(p.Args) == 0 {
 		p.Args = []string{c.Path}
 	}

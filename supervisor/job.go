@@ -40,6 +40,7 @@ type job struct {
 	kind   jobKind
 	phase  jobPhase
 	auto   bool // a restart or an activation: counts for the start limit
+	failed bool // the reload did
 	reason string
 	done   []func(result string)
 }
@@ -319,7 +320,7 @@ func (u *unit) settle() {
 		case jobReloading:
 			if u.State != Reload {
 				result := jobDone
-				if u.State != Running {
+				if u.State != Running || j.failed {
 					result = jobFailed
 				}
 				u.endJob(result, "")

@@ -239,7 +239,7 @@ func (s *Supervisor) openBox(u *unit, r *boxRecord) box {
 		p.Close()
 		return nil
 	}
-	b.shim, b.full, b.before = shim, !st.Empty, st.Processes
+	b.shim, b.full, b.starts, b.before = shim, !st.Empty, st.Starts, st.Processes
 	return b
 }
 
@@ -267,7 +267,7 @@ func exitIn(list []process.ShimProcess, rec *procRecord) process.Exit {
 	return process.Exit{}
 }
 
-func exitFile(socket string) string { return strings.TrimSuffix(socket, ".shim") + ".exit" }
+func exitFile(socket string) string { return strings.TrimSuffix(socket, shimSuffix) + exitSuffix }
 
 // resumeSocket gets the listening sockets of a socket unit back.
 func (u *unit) resumeSocket(before *saved) {
@@ -295,6 +295,12 @@ func (u *unit) resumeSocket(before *saved) {
 // reportStrangers looks at groups in our tree that no unit knows: an empty one is
 // removed, one with processes is reported and left alone.
 func (s *Supervisor) reportStrangers() {
+	// Exit files of shims that ended unseen and whose unit is gone too.
+	if left, err := filepath.Glob(s.opt.StatePath + "-*" + exitSuffix); err == nil && s.opt.StatePath != "" {
+		for _, path := range left {
+			_ = os.Remove(path)
+		}
+	}
 	if s.tree == nil {
 		return
 	}

@@ -145,8 +145,8 @@ func (u *unit) spawned(pr *proc, p *process.Process, err error) {
 	pr.p = p
 	u.track(pr)
 	if n := u.def.Service.OOMScoreAdjust; n != nil {
-		if err := process.SetOOMScoreAdjust(p.PID, *n); err != nil {
-			u.s.log.Warn("cannot set OOMScoreAdjust", "unit", u.name, "err", err)
+		if is, err := process.OOMScoreAdjust(p.PID); err == nil && is != *n {
+			u.s.log.Warn("OOMScoreAdjust= needs more privileges", "unit", u.name, "want", *n, "is", is)
 		}
 	}
 	u.s.changed(u)
@@ -783,8 +783,9 @@ func (u *unit) reloaded(reason string) { u.enter(Running, reason) }
 
 func (u *unit) reloadFailed(why string) {
 	if u.job != nil && u.job.kind == jobReload {
-		u.endJob(jobFailed, "reload: "+why)
+		u.job.failed = true
 	}
+	u.Error = "reload: " + why
 	u.enter(Running, "reload failed: "+why)
 }
 

@@ -99,6 +99,7 @@ type Supervisor struct {
 	recent      []control.UnitStatus // of unloaded units, for late waiters
 
 	readyWait map[string]bool
+	ending    int // shims that were killed and have not gone yet
 	shutting  bool
 	done      bool
 	atEnd     []func()        // answers to shutdown requests
@@ -479,7 +480,7 @@ func (s *Supervisor) shutdown(reason string) {
 }
 
 func (s *Supervisor) checkShutdown() {
-	if !s.shutting {
+	if !s.shutting || s.ending > 0 {
 		return
 	}
 	for _, u := range s.units {

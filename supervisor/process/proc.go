@@ -130,9 +130,18 @@ func Descendants(root int) ([]int, error) {
 	return all, nil
 }
 
-// SetOOMScoreAdjust writes /proc/PID/oom_score_adj.
-func SetOOMScoreAdjust(pid, score int) error {
-	return os.WriteFile("/proc/"+strconv.Itoa(pid)+"/oom_score_adj", []byte(strconv.Itoa(score)), 0)
+// OOMScoreAdjust reads /proc/PID/oom_score_adj.
+func OOMScoreAdjust(pid int) (int, error) {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/oom_score_adj")
+	if err != nil {
+		return 0, err
+	}
+	return strconv.Atoi(string(bytes.TrimSpace(b)))
+}
+
+// setOOMScoreAdjust sets that of the calling process.
+func setOOMScoreAdjust(score int) error {
+	return os.WriteFile("/proc/self/oom_score_adj", []byte(strconv.Itoa(score)), 0)
 }
 
 // BecomeSubreaper makes the calling process the parent of orphaned descendants.

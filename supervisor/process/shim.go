@@ -22,7 +22,8 @@ import (
 // out of its sight; it starts the unit's processes itself, reports how they ended, and
 // sweeps until the kernel says that it has no child left. It outlives a dead
 // supervisor: it goes on listening at its socket for a next one, and when the unit is
-// empty before one came, it writes what it knows to its exit file and ends.
+// empty before one came, it writes what it knows to its exit file and ends. A supervisor
+// ends an empty shim with SIGKILL.
 //
 // Protocol, over internal/rpc, supervisor to shim:
 //
@@ -32,9 +33,9 @@ import (
 //	freeze bool                -> nil
 //	signal shimSignal          (notification)
 //	kill   nil                 (notification) kill everything, until nothing is left
-//	quit   nil                 (notification) end, once nothing is left
 //
-// and shim to supervisor: exit (ShimProcess) and empty (nil), as notifications.
+// and shim to supervisor: exit (ShimProcess) and empty (int: how many starts it has
+// seen, since one may be under way that it has not), as notifications.
 const (
 	shimMethodStart  = "start"
 	shimMethodState  = "state"
@@ -42,7 +43,6 @@ const (
 	shimMethodFreeze = "freeze"
 	shimMethodSignal = "signal"
 	shimMethodKill   = "kill"
-	shimMethodQuit   = "quit"
 	shimEventExit    = "exit"
 	shimEventEmpty   = "empty"
 )
@@ -73,6 +73,7 @@ type (
 	ShimState struct {
 		Processes []ShimProcess `json:"processes"`
 		Empty     bool          `json:"empty"`
+		Starts    int           `json:"starts"`
 	}
 )
 
@@ -90,9 +91,9 @@ type shim struct {
 	procs    []*ShimProcess
 	conn     *rpc.Conn // the supervisor, or nil
 	starting int
+	starts   int
 	sweeping bool
 	empty    bool
-	quit     bool
 	ended    bool
 }
 
@@ -180,22 +181,21 @@ func (s *shim) attach(sock *net.UnixConn) {
 	}()
 }
 
-// maybeEnd ends the shim when there is nothing more to do. The caller holds mu.
+// maybeEnd ends the shim when nothing is left and nobody is there to be told: what it
+// knows goes to the exit file. The caller holds mu.
 func (s *shim) maybeEnd() {
-	if !s.empty || s.starting > 0 || s.ended || s.conn != nil && !s.quit {
+	if !s.empty || s.starting > 0 || s.ended || s.conn != nil {
 		return
 	}
 	s.ended = true
-	if !s.quit { // nobody was there to be told
-		b, _ := json.Marshal(s.state())
-		_ = os.WriteFile(s.exitFile+".new", b, 0o600)
-		_ = os.Rename(s.exitFile+".new", s.exitFile)
-	}
+	b, _ := json.Marshal(s.state())
+	_ = os.WriteFile(s.exitFile+".new", b, 0o600)
+	_ = os.Rename(s.exitFile+".new", s.exitFile)
 	close(s.done)
 }
 
 func (s *shim) state() ShimState {
-	st := ShimState{Empty: s.empty, Processes: []ShimProcess{}}
+	st := ShimState{Empty: s.empty, Starts: s.starts, Processes: []ShimProcess{}}
 	for _, p := range s.procs {
 		st.Processes = append(st.Processes, *p)
 	}
@@ -238,12 +238,6 @@ func (s *shim) handle(_ context.Context, r *rpc.Request) (any, error) {
 		s.mu.Unlock()
 		s.reap()
 		return nil, nil
-	case shimMethodQuit:
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.quit = true
-		s.maybeEnd()
-		return nil, nil
 	}
 	return nil, rpc.Errorf(rpc.CodeInvalidRequest, "the shim has no method %q", r.Method)
 }
@@ -267,6 +261,7 @@ func (s *shim) start(r *rpc.Request) (any, error) {
 	c.Files = files
 	s.mu.Lock()
 	s.starting++
+	s.starts++
 	proc, status, err := Start(&c)
 	sp := &ShimProcess{Tag: p.Tag, Running: true}
 	if err == nil {
@@ -275,6 +270,9 @@ func (s *shim) start(r *rpc.Request) (any, error) {
 		s.empty, s.sweeping = false, false
 	}
 	s.starting--
+	if s.empty {
+		s.tellEmpty()
+	}
 	s.maybeEnd()
 	s.mu.Unlock()
 	if err == nil && status != nil {
@@ -308,9 +306,7 @@ func (s *shim) reap() {
 		if err == syscall.ECHILD {
 			if !s.empty {
 				s.empty = true
-				if s.conn != nil {
-					_ = s.conn.Notify(shimEventEmpty, nil)
-				}
+				s.tellEmpty()
 			}
 			s.maybeEnd()
 			return
@@ -329,6 +325,13 @@ func (s *shim) reap() {
 		if s.conn != nil {
 			_ = s.conn.Notify(shimEventExit, s.procs[i])
 		}
+	}
+}
+
+// tellEmpty: the caller holds mu.
+func (s *shim) tellEmpty() {
+	if s.conn != nil {
+		_ = s.conn.Notify(shimEventEmpty, s.starts)
 	}
 }
 

@@ -24,8 +24,8 @@ type Shim struct {
 // ShimEvents is told what happens in a shim, in order, from one goroutine.
 type ShimEvents struct {
 	Exit  func(ShimProcess)
-	Empty func()
-	Gone  func() // the connection ended
+	Empty func(starts int) // nothing is left of that many starts
+	Gone  func()           // the connection ended
 }
 
 // StartShim starts a shim that listens on l, which stays the caller's. It does not
@@ -94,7 +94,10 @@ func newShim(p *Process, sock *net.UnixConn, ev ShimEvents) *Shim {
 				ev.Exit(p)
 			}
 		case shimEventEmpty:
-			ev.Empty()
+			var starts int
+			if err := r.Bind(&starts); err == nil {
+				ev.Empty(starts)
+			}
 		}
 		return nil, nil
 	}))
@@ -152,11 +155,5 @@ func (s *Shim) Freeze(ctx context.Context, on bool) error {
 	return s.conn.Call(ctx, shimMethodFreeze, on, nil)
 }
 
-// Quit ends the shim once nothing is left in it.
-func (s *Shim) Quit() error { return s.conn.Notify(shimMethodQuit, nil) }
-
-// Close drops the connection and the pidfd; the shim goes on.
-func (s *Shim) Close() {
-	s.conn.CloseAsync()
-	s.Process.Close()
-}
+// Close drops the connection; the shim goes on and Process stays the caller's.
+func (s *Shim) Close() { s.conn.CloseAsync() }

@@ -26,6 +26,9 @@ type Command struct {
 	// CgroupFD is the directory of the cgroup to be born in, or -1.
 	CgroupFD   int                 `json:"-"`
 	Credential *syscall.Credential `json:"credential,omitempty"`
+	// OOMScoreAdjust is set as far as the privileges allow (lowering needs
+	// CAP_SYS_RESOURCE); the caller may look at what it became.
+	OOMScoreAdjust *int `json:"oom_score_adjust,omitempty"`
 	Setup      Setup               `json:"setup,omitzero"`
 }
 
@@ -90,6 +93,13 @@ func Start(c *Command) (p *Process, status *os.File, err error) {
 	attr.Sys = &syscall.SysProcAttr{Setsid: true, Setctty: c.TTY, PidFD: &pidfd, Credential: c.Credential}
 	if c.CgroupFD >= 0 {
 		attr.Sys.UseCgroupFD, attr.Sys.CgroupFD = true, c.CgroupFD
+	}
+	if c.OOMScoreAdjust != nil {
+		// Inherited at the clone: set afterwards, what the child forks first could miss it.
+		own, err := OOMScoreAdjust(os.Getpid())
+		if err == nil && setOOMScoreAdjust(*c.OOMScoreAdjust) == nil {
+			defer setOOMScoreAdjust(own)
+		}
 	}
 	pid, err := syscall.ForkExec(path, args, attr)
 	if err != nil {

@@ -1,0 +1,126 @@
+package supervisor_test
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"mypr/supervisor/control"
+	"mypr/supervisor/spec"
+)
+
+// until waits until a state of the unit satisfies ok, and returns it.
+func (e *env) until(name, what string, ok func(control.UnitStatus) bool) control.UnitStatus {
+	e.t.Helper()
+	c := e.dial()
+	defer c.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	now, events, err := c.Subscribe(ctx, name)
+	e.must(err)
+	var last control.UnitStatus
+	for _, st := range now {
+		if last = st; ok(st) {
+			return st
+		}
+	}
+	for {
+		select {
+		case ev, open := <-events:
+			if !open {
+				e.t.Fatalf("the supervisor went away while waiting for %s to be %s", name, what)
+			}
+			if last = ev.UnitStatus; ok(last) {
+				return last
+			}
+		case <-ctx.Done():
+			e.t.Fatalf("%s did not become %s; it is %+v", name, what, last)
+		}
+	}
+}
+
+func (e *env) untilState(name, sub string) control.UnitStatus {
+	e.t.Helper()
+	return e.until(name, sub, func(st control.UnitStatus) bool { return st.SubState == sub })
+}
+
+// run is one run of a transient unit to its end.
+func (e *env) wait(name, invocation string) control.UnitStatus {
+	e.t.Helper()
+	st, err := e.c.Wait(e.ctx, control.WaitParams{Name: name, InvocationID: invocation})
+	e.must(err)
+	return st
+}
+
+// output runs a unit with its output in a pipe and returns what it wrote, with how it ended.
+func (e *env) output(u *spec.Unit, files map[string]*os.File) (string, control.UnitStatus) {
+	e.t.Helper()
+	u.Service.StandardOutput = spec.StdioPipe
+	p := control.TransientParams{Unit: u}
+	var send []*os.File
+	for n, f := range files {
+		p.FDNames = append(p.FDNames, n)
+		send = append(send, f)
+	}
+	r, ends, err := e.c.StartTransient(e.ctx, p, send...)
+	e.must(err)
+	defer func() {
+		for _, f := range ends {
+			f.Close()
+		}
+	}()
+	b, err := io.ReadAll(ends["stdout"])
+	e.must(err)
+	st := e.wait(u.Name, r.Unit.InvocationID)
+	e.must(e.c.Release(e.ctx, u.Name))
+	return string(b), st
+}
+
+// lines reads the lines that a started unit writes.
+type lines struct {
+	t testing.TB
+	f *os.File
+	r *bufio.Reader
+}
+
+func (e *env) startLines(u *spec.Unit) (*lines, control.TransientResult) {
+	e.t.Helper()
+	u.Service.StandardOutput = spec.StdioPipe
+	r, ends, err := e.c.StartTransient(e.ctx, control.TransientParams{Unit: u})
+	e.must(err)
+	if r.Result != "done" {
+		e.t.Fatalf("start: %+v", r)
+	}
+	f := ends["stdout"]
+	for n, other := range ends {
+		if n != "stdout" {
+			other.Close()
+		}
+	}
+	e.t.Cleanup(func() { f.Close() })
+	return &lines{e.t, f, bufio.NewReader(f)}, r
+}
+
+func (l *lines) next() string {
+	l.t.Helper()
+	_ = l.f.SetReadDeadline(time.Now().Add(deadline))
+	s, err := l.r.ReadString('\n')
+	if err != nil {
+		l.t.Fatalf("reading a line: %v", err)
+	}
+	return strings.TrimSpace(s)
+}
+
+// gone reports whether a pid no longer names a live process.
+func gone(pid int) bool {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	return err != nil || strings.Contains(string(b), ") Z ")
+}
+
+func alive(pid int) bool { return syscall.Kill(pid, 0) == nil && !gone(pid) }
