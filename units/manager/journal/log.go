@@ -166,7 +166,7 @@ func (l *Log) Page(cursor int64, budget int) (Page, int64, error) {
 		}
 		defer l.mu.Unlock()
 		for p.Cursor < first && budget > 0 {
-			n, want, err := p.readWindow(l.f, l.offsets[p.Cursor:first+1], &budget)
+			n, want, err := p.readWindow(l.f, l.offsets[p.Cursor:first+1], -1, &budget)
 			if err != nil {
 				if errors.Is(err, errStale) {
 					err = fmt.Errorf("%s was changed while its execution runs", l.path)

@@ -99,7 +99,7 @@ func Read(path, index string, cursor int64, budget int) (Page, int64, error) {
 		offsets, err := x.window(p.Cursor)
 		if err == nil {
 			var n, want int
-			n, want, err = p.readWindow(f, offsets, &budget)
+			n, want, err = p.readWindow(f, offsets, x.size, &budget)
 			if err == nil && n < want {
 				return p, x.count, nil
 			}
@@ -125,8 +125,9 @@ var errStale = errors.New("the index does not fit its journal")
 // maxRead bounds the bytes that one step of a page reads.
 const maxRead = 1 << 20
 
-// readWindow reads the lines between offsets and takes as many as fit.
-func (p *Page) readWindow(r io.ReaderAt, offsets []int64, budget *int) (took, want int, err error) {
+// readWindow reads the lines between offsets and takes as many as fit. Only the line
+// that ends at size may lack its newline.
+func (p *Page) readWindow(r io.ReaderAt, offsets []int64, size int64, budget *int) (took, want int, err error) {
 	for i := 1; i < len(offsets); i++ {
 		if offsets[i] <= offsets[i-1] {
 			return 0, 0, errStale
@@ -144,15 +145,20 @@ func (p *Page) readWindow(r io.ReaderAt, offsets []int64, budget *int) (took, wa
 		}
 		return took, 1, nil
 	}
-	data := make([]byte, offsets[n]-base)
-	if _, err := r.ReadAt(data, base); err != nil && !errors.Is(err, io.EOF) {
+	before := min(base, 1) // the byte before the first line tells whether it is the begin of one
+	data := make([]byte, before+offsets[n]-base)
+	if _, err := r.ReadAt(data, base-before); err != nil && !errors.Is(err, io.EOF) {
 		return 0, 0, err
 	}
+	if before > 0 && data[0] != '\n' {
+		return 0, 0, errStale
+	}
+	data = data[before:]
 	ends := make([]int64, n)
 	for i := range ends {
 		ends[i] = offsets[i+1] - base
-		inner := data[ends[i]-1]
-		if i < n-1 && inner != '\n' || bytes.IndexByte(data[start(ends, i):ends[i]-1], '\n') >= 0 {
+		last := data[ends[i]-1] == '\n'
+		if !last && offsets[i+1] != size || bytes.IndexByte(data[start(ends, i):ends[i]-1], '\n') >= 0 {
 			return 0, 0, errStale
 		}
 	}
