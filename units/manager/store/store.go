@@ -55,6 +55,8 @@ const walLimit = 4 << 20
 // ErrClosed ends operations that were still waiting when the store was closed.
 var ErrClosed = errors.New("the history database is closed")
 
+var errDamaged = errors.New("the file is damaged")
+
 // Op is one operation. Apply runs inside a transaction, possibly more than once: a
 // failed transaction is rolled back and repeated. Done is called exactly once, after
 // the commit or the final failure, in the order of submission and without any lock
@@ -83,6 +85,7 @@ type Store struct {
 	lazy       *time.Timer
 	commits    int
 	checking   bool // a checkpoint runs
+	reset      bool // the bulk of the log was copied: copy the rest and begin it anew
 	onFailure  func(error)
 }
 
@@ -246,6 +249,11 @@ func (s *Store) lead() {
 	s.mu.Lock()
 	stopTimer(&s.lazy)
 	stopTimer(&s.retry)
+	if len(s.queue) == 0 {
+		s.leading = false
+		s.mu.Unlock()
+		return
+	}
 	batch := s.queue
 	if len(batch) > maxBatch {
 		batch = batch[:maxBatch:maxBatch]
@@ -314,8 +322,12 @@ func (s *Store) after(err error, kept []*Op) {
 			again = again || !op.Keep
 		}
 	}
-	s.leading = again
-	if again {
+	rest := s.reset && err == nil && !s.closed
+	if rest {
+		s.reset = false
+	}
+	s.leading = again || rest
+	if s.leading {
 		s.wg.Add(1)
 	}
 	onFailure := s.onFailure
@@ -329,9 +341,12 @@ func (s *Store) after(err error, kept []*Op) {
 	if checkpoint {
 		go s.checkpoint()
 	}
-	if again {
+	if again || rest {
 		go func() {
 			defer s.wg.Done()
+			if rest {
+				_ = s.tx.exec("PRAGMA wal_checkpoint(PASSIVE)")
+			}
 			s.lead()
 		}()
 	}
@@ -362,15 +377,19 @@ func (s *Store) commit(ops []*Op) (err error) {
 	return err
 }
 
-// checkpoint copies the log into the database when it has grown. PASSIVE keeps out of
-// the writer's way.
+// checkpoint copies the log into the database when it has grown. The bulk is copied
+// beside the writer. But a log that is written to is never copied to its end, and only
+// one that is can be begun anew: the little that came meanwhile is copied by the leader,
+// between two transactions.
 func (s *Store) checkpoint() {
 	defer s.wg.Done()
+	big := false
 	if fi, err := os.Stat(s.path + "-wal"); err == nil && fi.Size() > walLimit {
-		_ = s.checkpointNow()
+		big = s.checkpointNow() == nil
 	}
 	s.mu.Lock()
 	s.checking = false
+	s.reset = s.reset || big
 	s.mu.Unlock()
 }
 
@@ -407,6 +426,9 @@ func IsStorage(err error) bool {
 }
 
 func isDamage(err error) bool {
+	if errors.Is(err, errDamaged) {
+		return true
+	}
 	var e *sqlite.Error
 	if errors.As(err, &e) {
 		c := e.Code() & 0xff
