@@ -307,8 +307,10 @@ func (u *unit) mainGone(result, why string) {
 	sv := u.def.Service
 	if sv.ExitType == "cgroup" && u.box != nil && u.box.populated() {
 		u.setResult(result)
-		if u.State != Running {
-			u.enter(Running, why+"; others are left")
+		if why += "; others are left"; u.State != Running {
+			u.enter(Running, why)
+		} else {
+			u.tell(Running, why)
 		}
 		u.box.onEmpty(u.boxEmpty)
 		return

@@ -501,6 +501,9 @@ func (s *Supervisor) cleanup() {
 		u.dropFDs()
 		u.release()
 		for _, b := range u.linger {
+			if b.remove() == nil {
+				continue
+			}
 			s.log.Warn("processes are left behind", "unit", u.name, "pids", b.pids())
 			b.close()
 		}

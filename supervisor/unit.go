@@ -78,10 +78,16 @@ func (u *unit) enter(st State, reason string) {
 	}
 	level("unit "+u.name, "unit", u.name, "from", old.Active()+"/"+string(old), "to", st.Active()+"/"+string(st), "reason", reason, "invocation", u.Invocation)
 	u.s.changed(u)
+	u.tell(old, reason)
+	u.s.unsettled = append(u.s.unsettled, u)
+}
+
+// tell announces the unit's present state to subscribers. Besides transitions there is
+// one more thing worth telling: with ExitType=cgroup, that the main process has ended.
+func (u *unit) tell(old State, reason string) {
 	if u.s.wantsEvents(u) {
 		u.s.emit(control.UnitEvent{UnitStatus: u.status(), Previous: old.Active() + "/" + string(old), Reason: reason})
 	}
-	u.s.unsettled = append(u.s.unsettled, u)
 }
 
 // arm sets the deadline of the present state; 0 and infinity are none.

@@ -28,8 +28,8 @@ type Command struct {
 	Credential *syscall.Credential `json:"credential,omitempty"`
 	// OOMScoreAdjust is set as far as the privileges allow (lowering needs
 	// CAP_SYS_RESOURCE); the caller may look at what it became.
-	OOMScoreAdjust *int `json:"oom_score_adjust,omitempty"`
-	Setup      Setup               `json:"setup,omitzero"`
+	OOMScoreAdjust *int  `json:"oom_score_adjust,omitempty"`
+	Setup          Setup `json:"setup,omitzero"`
 }
 
 // Setup is what only the new process can set for itself without a race. If any of
