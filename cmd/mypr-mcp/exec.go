@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/signal"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -111,6 +112,7 @@ type execution struct {
 	client    *client.Client
 	json      bool
 	submitted chan string // gets the exec id
+	asked     atomic.Bool // Ctrl-C was passed on
 
 	id     string
 	all    api.ExecResult // with all output, for --json
@@ -121,15 +123,14 @@ type execution struct {
 // and the second, or a SIGTERM, into the end of waiting.
 func (e *execution) interrupts(ctx context.Context, signals <-chan os.Signal, stop <-chan struct{}, leave context.CancelCauseFunc) {
 	id := ""
-	for asked := false; ; {
+	for {
 		select {
 		case id = <-e.submitted:
 		case s := <-signals:
-			if id == "" || asked || s == syscall.SIGTERM {
+			if id == "" || s == syscall.SIGTERM || e.asked.Swap(true) {
 				leave(context.Canceled)
 				return
 			}
-			asked = true
 			if _, err := e.client.Interrupt(ctx, api.InterruptParams{ExecID: id}); err != nil {
 				fmt.Fprintf(e.stderr, "mypr-mcp: cannot interrupt: %v\n", err)
 			}
@@ -251,11 +252,10 @@ func (e *execution) outcome(r *api.ExecResult) error {
 			e.note("output over the limit of %d MiB was dropped", api.MaxOutputBytes>>20)
 		}
 	}
-	interrupted := r.ErrorInfo != nil && r.ErrorInfo.Type == "KeyboardInterrupt"
 	switch {
 	case r.State == api.Succeeded:
 		return nil
-	case interrupted:
+	case r.State == api.Cancelled && e.asked.Load():
 		return exitStatus(exitInterrupt)
 	case r.State == api.Lost, r.State == api.Cancelled:
 		if !e.json && r.Error != nil {

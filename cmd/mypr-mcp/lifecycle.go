@@ -110,11 +110,12 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 	switch {
 	case err == nil:
 		r.Cancelled = s.Cancelled
-	case !force || refused(err):
+	case !force:
 		return nil, err
 	default:
-		// Forced: a manager that does not answer must not keep the rest alive.
-		r.Note = "the manager could not be asked: " + rpc.AsError(err).Message
+		// Forced: neither a manager that does not answer nor one that is in the middle
+		// of something may keep the rest alive.
+		r.Note = "the manager did not agree: " + rpc.AsError(err).Message
 	}
 	if err := shutdown(ctx, l); err != nil {
 		if ctx.Err() != nil {
@@ -132,12 +133,6 @@ func asker(l *workspace.Location) *client.Client {
 		Ensure: func(context.Context) (string, error) { return l.Socket, nil },
 		Kind:   "cli", Name: "mypr-mcp", Version: version(), Passive: true,
 	})
-}
-
-// refused reports whether err is the manager's own answer, rather than the lack of one.
-func refused(err error) bool {
-	code := rpc.CodeOf(err)
-	return code != "" && code != rpc.CodeUnavailable
 }
 
 // shutdown ends the supervisor and everything below it. Its end is read from its

@@ -23,7 +23,8 @@ func TestBadToolArguments(t *testing.T) {
 		t.Errorf("execute before init: %s", r.Text)
 	}
 	for _, id := range []any{"with space", strings.Repeat("x", 129), "ü", "", 7, true, []string{"a"}} {
-		if r := f.tool("init", map[string]any{"client_id": id}); !r.IsError || !strings.Contains(r.Text, "client_id") {
+		r := f.tool("init", map[string]any{"client_id": id})
+		if !r.IsError || !strings.Contains(strings.ReplaceAll(r.Text, "client id", "client_id"), "client_id") {
 			t.Errorf("client_id %v: %s", id, r.Text)
 		}
 	}
