@@ -32,7 +32,7 @@ func (c *cli) resetCommand() *cobra.Command {
 			defer cl.Close()
 			r, err := cl.Reset(cmd.Context(), api.LifecycleParams{Force: force, Reason: "reset requested from the command line"})
 			if err != nil {
-				return err
+				return orForce(err, "reset")
 			}
 			if c.json {
 				return printJSON(c.stdout, r)
@@ -43,6 +43,14 @@ func (c *cli) resetCommand() *cobra.Command {
 	}
 	cmd.Flags().BoolVar(&force, "force", false, "cancel running cells and jobs first")
 	return cmd
+}
+
+// orForce says in the words of the command line how work that is active is ended.
+func orForce(err error, verb string) error {
+	if rpc.CodeOf(err) != api.CodeActiveWork {
+		return err
+	}
+	return rpc.AsError(err).WithHint("wait, mypr-mcp interrupt, or mypr-mcp %s --force to cancel it", verb)
 }
 
 // stopReport is what stop prints.
@@ -111,7 +119,7 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 	case err == nil:
 		r.Cancelled = s.Cancelled
 	case !force:
-		return nil, err
+		return nil, orForce(err, "stop")
 	default:
 		// Forced: neither a manager that does not answer nor one that is in the middle
 		// of something may keep the rest alive.
@@ -218,7 +226,7 @@ func (c *cli) restart(ctx context.Context, w *workspace.Workspace, p api.Lifecyc
 	defer cl.Close() // not before the old manager has ended: that would call the restart off
 	r, err := cl.Restart(ctx, p)
 	if err != nil {
-		return nil, err
+		return nil, orForce(err, "restart")
 	}
 	fail := func(step string, err error) (*api.RestartResult, error) {
 		r.State, r.Error = "failed", fmt.Sprintf("%s: %v", step, err)

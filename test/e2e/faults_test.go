@@ -90,7 +90,7 @@ func TestKilledKernel(t *testing.T) {
 	r, _ := a.do("x = 1")
 	old := r.Exec.Generation
 	b.must("x")
-	running := a.tool("execute", map[string]any{"code": "print('partial')\nimport asyncio\nawait asyncio.sleep(60)", "wait_ms": 5000})
+	running := a.tool("execute", map[string]any{"code": "print('partial')\nimport asyncio\nawait asyncio.sleep(60)", "wait_ms": 100})
 	for output(running) == "" {
 		running = a.tool("poll", map[string]any{"exec_id": running.Exec.ExecID, "cursor": 0, "wait_ms": 5000})
 	}
