@@ -7,7 +7,7 @@
 //
 // Both sides may call each other over one connection. Requests are handled
 // concurrently; a notification is handled before the next frame is read, so
-// notifications keep their order. When the connection ends, the context of every
+// notifications keep their order, and its handler must not block. When the connection ends, the context of every
 // handler still running for it is cancelled and every pending Call fails with
 // ErrClosed.
 //
@@ -35,6 +35,7 @@ import (
 	"runtime"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -193,17 +194,16 @@ func (p Peer) PIDFD() *os.File { return p.fd }
 // Conn is one connection. It owns the socket and its reader goroutine; Close, a
 // broken peer or a malformed frame ends both.
 type Conn struct {
-	sock    *net.UnixConn
-	handler Handler
-	peer    Peer
-	ctx     context.Context
-	cancel  context.CancelCauseFunc
-	done    chan struct{} // closed when the reader has returned and all handlers were told
-	wg      sync.WaitGroup
+	sock         *net.UnixConn
+	handler      Handler
+	peer         Peer
+	ctx          context.Context
+	cancel       context.CancelCauseFunc
+	requestsOnly bool          // notifications are dropped
+	done         chan struct{} // closed when the reader has returned and all handlers were told
+	wg           sync.WaitGroup
 
-	lateHandler Handler // set by Server before any request is handled
-
-	wmu sync.Mutex // guards writes
+	writing chan struct{} // holds a token while somebody writes a frame
 
 	mu       sync.Mutex // guards the fields below
 	nextID   uint64
@@ -214,16 +214,22 @@ type Conn struct {
 
 // NewConn takes over sock and starts reading. A nil handler refuses every request.
 func NewConn(sock *net.UnixConn, handler Handler) *Conn {
-	ctx, cancel := context.WithCancelCause(context.Background())
-	c := &Conn{
-		sock: sock, handler: handler, ctx: ctx, cancel: cancel,
-		done:    make(chan struct{}),
-		pending: map[uint64]chan answer{},
-		running: map[uint64]context.CancelFunc{},
-		peer:    peerOf(sock),
-	}
+	c := newConn(sock, peerOf(sock))
+	c.handler = handler
 	go c.read()
 	return c
+}
+
+// newConn makes a connection that does not read yet.
+func newConn(sock *net.UnixConn, peer Peer) *Conn {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	return &Conn{
+		sock: sock, ctx: ctx, cancel: cancel, peer: peer,
+		done:    make(chan struct{}),
+		writing: make(chan struct{}, 1),
+		pending: map[uint64]chan answer{},
+		running: map[uint64]context.CancelFunc{},
+	}
 }
 
 // Dial connects to the socket at path. The deadline of ctx covers the connect only.
@@ -297,11 +303,12 @@ func (c *Conn) fail(err error) {
 // Call sends a request and waits for its answer, which is decoded into result
 // (nil: ignored). When ctx ends first the peer is told and ctx's error is returned;
 // the request may still have been carried out. Errors of the peer are *Error.
+//
+// A frame that a peer that does not read has taken only in part when ctx ends cannot
+// be taken back: the connection then ends.
 func (c *Conn) Call(ctx context.Context, method string, params, result any) error {
 	files, err := c.CallFiles(ctx, method, params, nil, result)
-	for _, f := range files {
-		f.Close()
-	}
+	closeAll(files)
 	return err
 }
 
@@ -315,9 +322,8 @@ func (c *Conn) CallFiles(ctx context.Context, method string, params any, send []
 	ch := make(chan answer, 1)
 	c.mu.Lock()
 	if c.closeErr != nil {
-		err := c.closeErr
 		c.mu.Unlock()
-		return nil, fmt.Errorf("%s: %w: %w", method, ErrClosed, err)
+		return nil, c.ended(method)
 	}
 	c.nextID++
 	id := c.nextID
@@ -328,25 +334,25 @@ func (c *Conn) CallFiles(ctx context.Context, method string, params any, send []
 		delete(c.pending, id)
 		c.mu.Unlock()
 	}
-	if err := c.write(frame{ID: id, Method: method, Params: raw}, send); err != nil {
+	if err := c.write(ctx, frame{ID: id, Method: method, Params: raw}, send); err != nil {
 		forget()
-		var big *Error
-		if errors.As(err, &big) {
-			return nil, err
+		switch {
+		case ctx.Err() != nil:
+			return nil, ctx.Err()
+		case c.Err() != nil:
+			return nil, c.ended(method)
 		}
-		return nil, fmt.Errorf("%s: %w: %w", method, ErrClosed, err)
+		return nil, fmt.Errorf("%s: %w", method, err)
 	}
 	var a answer
 	select {
 	case a = <-ch:
 	case <-ctx.Done():
 		forget()
-		_ = c.write(frame{Cancel: id}, nil)
+		c.sendCancel(id)
 		select {
 		case a = <-ch: // it came in the same moment: its descriptors must not leak
-			for _, f := range a.files {
-				f.Close()
-			}
+			closeAll(a.files)
 		default:
 		}
 		return nil, ctx.Err()
@@ -355,24 +361,38 @@ func (c *Conn) CallFiles(ctx context.Context, method string, params any, send []
 		select {
 		case a = <-ch:
 		default:
-			return nil, fmt.Errorf("%s: %w: %w", method, ErrClosed, c.Err())
+			return nil, c.ended(method)
 		}
 	}
 	if a.err != nil {
-		for _, f := range a.files {
-			f.Close()
-		}
+		closeAll(a.files)
 		return nil, a.err
 	}
 	if result != nil && len(a.result) > 0 {
 		if err := json.Unmarshal(a.result, result); err != nil {
-			for _, f := range a.files {
-				f.Close()
-			}
+			closeAll(a.files)
 			return nil, fmt.Errorf("%s: cannot decode the answer: %w", method, err)
 		}
 	}
 	return a.files, nil
+}
+
+// ended is the error of a call that the end of the connection left without an answer.
+func (c *Conn) ended(method string) error {
+	if err := c.Err(); !errors.Is(err, ErrClosed) {
+		return fmt.Errorf("%s: %w: %w", method, ErrClosed, err)
+	}
+	return fmt.Errorf("%s: %w", method, ErrClosed)
+}
+
+// sendCancel tells the peer that nobody waits for id, without waiting for a peer that
+// does not read: the goroutine ends with the connection.
+func (c *Conn) sendCancel(id uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closeErr == nil { // Close has not begun to wait
+		c.wg.Go(func() { _ = c.write(c.ctx, frame{Cancel: id}, nil) })
+	}
 }
 
 // Notify sends a notification. It blocks while the peer does not read.
@@ -381,7 +401,7 @@ func (c *Conn) Notify(method string, params any) error {
 	if err != nil {
 		return fmt.Errorf("%s: cannot encode parameters: %w", method, err)
 	}
-	return c.write(frame{Method: method, Params: raw}, nil)
+	return c.write(c.ctx, frame{Method: method, Params: raw}, nil)
 }
 
 // marshal keeps <, > and & as they are: the peer is no browser, and code is full of them.
@@ -401,7 +421,8 @@ func marshal(v any) (json.RawMessage, error) {
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n")), nil
 }
 
-func (c *Conn) write(f frame, files []*os.File) error {
+// write sends one frame. When ctx ends before a byte of it was taken, nothing happened.
+func (c *Conn) write(ctx context.Context, f frame, files []*os.File) error {
 	if len(files) > maxFDs {
 		return Errorf(CodeTooLarge, "a message carries at most %d descriptors, not %d", maxFDs, len(files))
 	}
@@ -414,33 +435,48 @@ func (c *Conn) write(f frame, files []*os.File) error {
 	if len(line) > MaxFrame {
 		return Errorf(CodeTooLarge, "a message of %d bytes is over the limit of %d", len(line), MaxFrame)
 	}
-	c.wmu.Lock()
-	defer c.wmu.Unlock()
+	var rights []byte
 	if len(files) > 0 {
 		fds := make([]int, len(files))
 		for i, f := range files {
-			fd, err := rawFD(f)
-			if err != nil {
+			if fds[i], err = rawFD(f); err != nil {
 				return err
 			}
-			fds[i] = fd
 		}
 		defer runtime.KeepAlive(files)
+		rights = unix.UnixRights(fds...)
+	}
+	select {
+	case c.writing <- struct{}{}:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	defer func() { <-c.writing }()
+	expired := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		_ = c.sock.SetWriteDeadline(time.Unix(1, 0))
+		close(expired)
+	})
+	total := len(line)
+	if rights != nil {
 		// Ancillary data needs at least one byte to ride on; the rest follows as plain bytes.
-		n, _, err := c.sock.WriteMsgUnix(line, unix.UnixRights(fds...), nil)
-		if err != nil {
-			c.writeFailed(err)
-			return err
-		}
+		var n int
+		n, _, err = c.sock.WriteMsgUnix(line, rights, nil)
 		line = line[n:]
 	}
-	if len(line) > 0 {
-		if _, err := c.sock.Write(line); err != nil {
-			c.writeFailed(err)
-			return err
-		}
+	if err == nil && len(line) > 0 {
+		var n int
+		n, err = c.sock.Write(line)
+		line = line[n:]
 	}
-	return nil
+	if !stop() {
+		<-expired // else the deadline could hit a later frame
+		_ = c.sock.SetWriteDeadline(time.Time{})
+	}
+	if err != nil && !(errors.Is(err, os.ErrDeadlineExceeded) && len(line) == total) {
+		c.writeFailed(err)
+	}
+	return err
 }
 
 // rawFD is the descriptor of f, without what File.Fd does to it (blocking mode).
@@ -470,9 +506,11 @@ func (c *Conn) read() {
 		if f, files, err = r.next(); err != nil {
 			break
 		}
-		c.dispatch(f, files)
+		if err = c.dispatch(f, files); err != nil {
+			break
+		}
 	}
-	r.close()
+	closeAll(r.files)
 	c.fail(err)
 	c.sock.Close()
 	if c.peer.fd != nil {
@@ -485,7 +523,8 @@ func (c *Conn) read() {
 	c.mu.Unlock()
 }
 
-func (c *Conn) dispatch(f frame, files []*os.File) {
+// dispatch acts on one frame. An error ends the connection.
+func (c *Conn) dispatch(f frame, files []*os.File) error {
 	switch {
 	case f.Cancel != 0:
 		c.mu.Lock()
@@ -496,20 +535,28 @@ func (c *Conn) dispatch(f frame, files []*os.File) {
 		}
 	case f.Method != "" && f.ID == 0:
 		r := &Request{Method: f.Method, Params: f.Params, Files: files, Conn: c, Notification: true}
-		if c.handler == nil {
+		if c.handler == nil || c.requestsOnly {
 			r.CloseFiles()
-			return
+			return nil
 		}
-		_, _ = c.handler.Handle(c.ctx, r)
-		return
+		_, _ = c.handle(c.ctx, r)
+		return nil
 	case f.Method != "":
 		ctx, cancel := context.WithCancel(c.ctx)
 		c.mu.Lock()
-		c.running[f.ID] = cancel // before the next frame is read, so that no cancel can miss it
+		_, twice := c.running[f.ID]
+		if !twice {
+			c.running[f.ID] = cancel // before the next frame is read, so that no cancel can miss it
+		}
 		c.mu.Unlock()
+		if twice {
+			cancel()
+			closeAll(files)
+			return fmt.Errorf("malformed frame: request id %d is in use", f.ID)
+		}
 		c.wg.Add(1)
 		go c.serve(ctx, cancel, f, files)
-		return
+		return nil
 	case f.ID != 0:
 		c.mu.Lock()
 		ch := c.pending[f.ID]
@@ -521,9 +568,14 @@ func (c *Conn) dispatch(f frame, files []*os.File) {
 				err = f.Error
 			}
 			ch <- answer{f.Result, files, err}
-			return
+			return nil
 		}
 	}
+	closeAll(files)
+	return nil
+}
+
+func closeAll(files []*os.File) {
 	for _, f := range files {
 		f.Close()
 	}
@@ -536,9 +588,7 @@ func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, fi
 	var err error
 	if c.handler == nil {
 		err = Errorf(CodeInvalidRequest, "this side of the connection answers no requests")
-		for _, f := range files {
-			f.Close()
-		}
+		closeAll(files)
 	} else {
 		value, err = c.handle(ctx, &Request{Method: f.Method, Params: f.Params, Files: files, Conn: c})
 	}
@@ -556,11 +606,7 @@ func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, fi
 	if sent != nil {
 		defer sent()
 	}
-	defer func() {
-		for _, f := range send {
-			f.Close()
-		}
-	}()
+	defer closeAll(send)
 	out := frame{ID: f.ID}
 	if err != nil {
 		out.Error = AsError(err)
@@ -574,9 +620,14 @@ func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, fi
 	} else if out.Result == nil {
 		out.Result = json.RawMessage("null")
 	}
-	err = c.write(out, send)
-	if CodeOf(err) == CodeTooLarge {
-		_ = c.write(frame{ID: f.ID, Error: AsError(err)}, nil)
+	if out.Error != nil {
+		_ = c.write(c.ctx, out, nil)
+		return
+	}
+	if err := c.write(c.ctx, out, send); err != nil && c.Err() == nil { // too large, or a file that is closed
+		e := AsError(err)
+		e.Operation = f.Method
+		_ = c.write(c.ctx, frame{ID: f.ID, Error: e}, nil)
 	}
 }
 
@@ -591,6 +642,8 @@ func (c *Conn) handle(ctx context.Context, r *Request) (value any, err error) {
 	return c.handler.Handle(ctx, r)
 }
 
+var errTooLong = fmt.Errorf("malformed frame: over the limit of %d bytes", MaxFrame)
+
 // reader splits the stream into frames and hands each the descriptors it names.
 type reader struct {
 	sock  *net.UnixConn
@@ -598,12 +651,16 @@ type reader struct {
 	start int // of the unread part of buf
 	scan  int // where the search for the newline goes on
 	files []*os.File
+	oob   []byte
 }
 
 func (r *reader) next() (frame, []*os.File, error) {
 	for {
 		if i := bytes.IndexByte(r.buf[r.scan:], '\n'); i >= 0 {
 			line := r.buf[r.start : r.scan+i]
+			if len(line) >= MaxFrame {
+				return frame{}, nil, errTooLong
+			}
 			r.start = r.scan + i + 1
 			r.scan = r.start
 			if len(bytes.TrimSpace(line)) == 0 {
@@ -636,31 +693,33 @@ func (r *reader) fill() error {
 		}
 	}
 	if len(r.buf) >= MaxFrame {
-		return fmt.Errorf("malformed frame: over the limit of %d bytes", MaxFrame)
+		return errTooLong
 	}
 	if cap(r.buf)-len(r.buf) < 4096 {
 		grown := make([]byte, len(r.buf), max(8192, 2*cap(r.buf)))
 		copy(grown, r.buf)
 		r.buf = grown
 	}
-	oob := make([]byte, unix.CmsgSpace(4*maxFDs))
-	n, oobn, flags, _, err := r.sock.ReadMsgUnix(r.buf[len(r.buf):cap(r.buf)], oob)
+	if r.oob == nil {
+		r.oob = make([]byte, unix.CmsgSpace(4*maxFDs))
+	}
+	n, oobn, flags, _, err := r.sock.ReadMsgUnix(r.buf[len(r.buf):cap(r.buf)], r.oob)
 	if oobn > 0 {
-		if perr := r.take(oob[:oobn]); perr != nil {
+		if perr := r.take(r.oob[:oobn]); perr != nil {
 			return perr
 		}
 	}
 	if flags&unix.MSG_CTRUNC != 0 {
 		return errors.New("malformed frame: too many descriptors at once")
 	}
-	if err != nil {
-		return err
-	}
-	if n == 0 {
+	if errors.Is(err, io.EOF) { // wrapped by package net
 		if r.start < len(r.buf) {
 			return io.ErrUnexpectedEOF
 		}
 		return io.EOF
+	}
+	if err != nil {
+		return err
 	}
 	r.buf = r.buf[:len(r.buf)+n]
 	return nil
@@ -688,13 +747,6 @@ func (r *reader) take(oob []byte) error {
 		return errors.New("malformed frame: descriptors that no frame names")
 	}
 	return nil
-}
-
-func (r *reader) close() {
-	for _, f := range r.files {
-		f.Close()
-	}
-	r.files = nil
 }
 
 // IsGone reports whether err means that nobody listens at a socket: there is no

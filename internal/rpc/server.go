@@ -8,13 +8,16 @@ import (
 	"os"
 	"runtime/debug"
 	"sync"
+	"syscall"
 )
 
 func onPanic(method string, p any) {
 	slog.Error("handler panicked", "method", method, "panic", p, "stack", string(debug.Stack()))
 }
 
-// Server accepts connections and serves each with a handler of its own.
+// Server accepts connections and serves each with a handler of its own. It answers
+// requests; notifications to it are dropped, because a method that waits would hold up
+// the connection if it came as one.
 type Server struct {
 	// NewHandler makes the handler of one connection. It may keep the Conn: its
 	// Done channel is how a service learns that the peer has gone.
@@ -22,9 +25,11 @@ type Server struct {
 	// AllowUID decides who may connect; nil allows the process's own user and root.
 	AllowUID func(uid int) bool
 
-	mu    sync.Mutex
+	wg sync.WaitGroup
+
+	mu    sync.Mutex // guards the fields below
 	conns map[*Conn]struct{}
-	wg    sync.WaitGroup
+	freed chan struct{} // made when descriptors ran out; gets a token when a connection ends
 }
 
 // Serve accepts until ctx ends or the listener breaks, then closes every connection
@@ -34,12 +39,20 @@ func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 	stop := context.AfterFunc(ctx, func() { l.Close() })
 	defer stop()
 	var err error
+	var spare spareFD
+	spare.open()
+	defer spare.close()
 	for {
 		var sock *net.UnixConn
-		if sock, err = l.AcceptUnix(); err != nil {
+		if sock, err = l.AcceptUnix(); outOfFiles(err) {
+			sock, err = s.turnAway(ctx, l, &spare)
+		}
+		if err != nil {
 			break
 		}
-		s.accept(sock)
+		if sock != nil {
+			s.accept(sock)
+		}
 	}
 	l.Close()
 	s.mu.Lock()
@@ -54,42 +67,93 @@ func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 	return err
 }
 
-func (s *Server) accept(sock *net.UnixConn) {
-	allow := s.AllowUID
-	if allow == nil {
-		allow = func(uid int) bool { return uid == os.Getuid() || uid == 0 }
+func outOfFiles(err error) bool {
+	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
+}
+
+// turnAway closes the connection at the head of the queue when there is no descriptor
+// for it. Left there, it would have accept(2) fail again at once, without end. When
+// descriptors are back by then, it returns the connection instead.
+func (s *Server) turnAway(ctx context.Context, l *net.UnixListener, spare *spareFD) (*net.UnixConn, error) {
+	spare.close()
+	sock, err := l.AcceptUnix()
+	spare.open()
+	if err == nil {
+		if spare.f != nil {
+			return sock, nil
+		}
+		slog.Error("connection turned away: no file descriptors left")
+		sock.Close()
+		spare.open()
+		return nil, nil
 	}
-	var c *Conn
-	ready := make(chan struct{})
-	h := HandlerFunc(func(ctx context.Context, r *Request) (any, error) {
-		<-ready
-		return c.lateHandler.Handle(ctx, r)
-	})
-	c = NewConn(sock, h)
-	if !allow(c.peer.UID) {
-		slog.Warn("connection refused", "uid", c.peer.UID, "pid", c.peer.PID)
-		c.lateHandler = HandlerFunc(func(context.Context, *Request) (any, error) {
-			return nil, Errorf(CodePermission, "this socket belongs to user id %d, you are %d", os.Getuid(), c.peer.UID)
-		})
-		close(ready)
-		c.CloseAsync()
+	if !outOfFiles(err) {
+		return nil, err
+	}
+	// Another goroutine took the spare one. Wait until a connection gives one back.
+	s.mu.Lock()
+	if s.freed == nil {
+		s.freed = make(chan struct{}, 1)
+	}
+	freed, open := s.freed, len(s.conns)
+	s.mu.Unlock()
+	if open == 0 {
+		return nil, err
+	}
+	select {
+	case <-freed:
+	case <-ctx.Done():
+	}
+	return nil, nil
+}
+
+// spareFD is a descriptor to let go of when there are no others.
+type spareFD struct{ f *os.File }
+
+func (s *spareFD) open() { s.f, _ = os.Open(os.DevNull) }
+
+func (s *spareFD) close() {
+	if s.f != nil {
+		s.f.Close()
+		s.f = nil
+	}
+}
+
+func (s *Server) accept(sock *net.UnixConn) {
+	peer := peerOf(sock)
+	if !s.allows(peer.UID) {
+		slog.Warn("connection refused", "uid", peer.UID, "pid", peer.PID)
+		sock.Close()
+		if peer.fd != nil {
+			peer.fd.Close()
+		}
 		return
 	}
-	c.lateHandler = s.NewHandler(c)
+	c := newConn(sock, peer)
+	c.requestsOnly = true
+	c.handler = s.NewHandler(c)
 	s.mu.Lock()
 	if s.conns == nil {
 		s.conns = map[*Conn]struct{}{}
 	}
 	s.conns[c] = struct{}{}
 	s.mu.Unlock()
-	s.wg.Add(1)
-	close(ready)
-	go func() {
-		defer s.wg.Done()
-		<-c.done
+	s.wg.Go(func() {
+		c.read()
 		c.wg.Wait()
 		s.mu.Lock()
 		delete(s.conns, c)
+		select {
+		case s.freed <- struct{}{}: // nil while nobody has ever waited
+		default:
+		}
 		s.mu.Unlock()
-	}()
+	})
+}
+
+func (s *Server) allows(uid int) bool {
+	if s.AllowUID != nil {
+		return s.AllowUID(uid)
+	}
+	return uid == os.Getuid() || uid == 0
 }
