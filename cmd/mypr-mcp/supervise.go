@@ -49,12 +49,15 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	}
 	lockCtx, cancel := context.WithTimeout(ctx, lockPatience)
 	defer cancel()
+	// Held until the session is up or has failed, like the one that a starter passes on.
+	starting := func() {}
 	if !starter.Holds() {
 		startup, err := w.StartupLock(lockCtx)
 		if err != nil {
 			return err
 		}
-		defer startup.Close()
+		starting = func() { startup.Close() }
+		defer starting()
 	}
 	lock, err := w.SupervisorLock(lockCtx)
 	if err != nil {
@@ -93,6 +96,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 		Logger: log,
 		Ready: func(err error) {
 			starter.Report(err)
+			starting()
 			if err != nil && starter != nil {
 				failed = err
 				end() // whoever started us was told; half a runtime would only be in the way
