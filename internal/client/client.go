@@ -42,14 +42,17 @@ import (
 )
 
 // Bounds of one call. A client's own patience is often 60 s, so a call must have
-// failed readably before that.
-const (
+// failed readably before that. Variables, for tests.
+var (
 	connectTimeout = 40 * time.Second // find or start a runtime, connect, attach
 	grace          = 20 * time.Second // on top of the wait that the caller asked for; includes reconnecting
-	resetTimeout   = 90 * time.Second // ends a kernel by escalation and starts another
-	stopTimeout    = 60 * time.Second
-	maxSends       = 5  // of one call: the manager may be dying of that very call
-	maxAttaches    = 10 // in a row: connections that end before they are attached
+)
+
+const (
+	resetTimeout = 90 * time.Second // ends a kernel by escalation and starts another
+	stopTimeout  = 60 * time.Second
+	maxSends     = 5  // of one call: the manager may be dying of that very call
+	maxAttaches  = 10 // in a row: connections that end before they are attached
 )
 
 // CodeStopped is the code of a call whose runtime was stopped while it waited.
@@ -223,14 +226,21 @@ func (c *Client) do(ctx context.Context, q request) (sends int, err error) {
 	}
 }
 
-// send is one sending. rpc writes without a deadline, so a manager that does not read
-// (stopped by a signal, say) would hold the call: when it is overdue the connection ends.
+// send is one sending.
 func (c *Client) send(ctx context.Context, l *link, q request, spent time.Duration) error {
-	if deadline, ok := ctx.Deadline(); ok {
-		t := time.AfterFunc(time.Until(deadline)+time.Second, l.conn.CloseAsync)
-		defer t.Stop()
+	c.mu.Lock()
+	stopped := c.stopped
+	c.mu.Unlock()
+	err := l.conn.Call(ctx, q.method, q.params(spent), q.result)
+	if err == nil && stopped != nil && q.method == api.MethodExecute {
+		// Whoever runs cells does not stop: the stop was called off.
+		c.mu.Lock()
+		if c.stopped == stopped {
+			c.stopped = nil
+		}
+		c.mu.Unlock()
 	}
-	return l.conn.Call(ctx, q.method, q.params(spent), q.result)
+	return err
 }
 
 // overdue turns the end of the call's own time into an error for people.
@@ -387,10 +397,6 @@ func (c *Client) attachOnce(ctx context.Context, socket string) (*link, error) {
 	if c.opts.Passive {
 		return l, nil
 	}
-	// Close must not wait for a manager that does not answer, nor for one that does
-	// not read.
-	stop := context.AfterFunc(ctx, conn.CloseAsync)
-	defer stop()
 	c.mu.Lock()
 	p := api.AttachParams{
 		ConnectionID: l.id, Protocol: api.Protocol, Version: c.opts.Version,
@@ -401,9 +407,6 @@ func (c *Client) attachOnce(ctx context.Context, socket string) (*link, error) {
 	var res api.AttachResult
 	if err := conn.Call(ctx, api.MethodAttach, p, &res); err != nil {
 		conn.CloseAsync()
-		if ctx.Err() != nil {
-			return nil, ctx.Err()
-		}
 		return nil, err
 	}
 	c.mu.Lock()

@@ -457,3 +457,48 @@ func TestPassive(t *testing.T) {
 		t.Errorf("%d attached", n)
 	}
 }
+
+// A manager that hangs is an error that says so, in time.
+func TestOverdue(t *testing.T) {
+	client.SetPatience(t, 50*time.Millisecond)
+	r := clienttest.New(t)
+	c := newClient(t, r)
+	mustInit(t, c)
+	r.Hook(func(ctx context.Context, _ *rpc.Request) (any, error, bool) {
+		<-ctx.Done()
+		return nil, ctx.Err(), true
+	})
+	_, err := c.Execute(ctx(t), api.ExecuteParams{Code: "1", WaitMS: ms(10)}, nil)
+	if rpc.CodeOf(err) != rpc.CodeUnavailable || !strings.Contains(err.Error(), "did not answer execute within") || !strings.Contains(err.Error(), "request_id=") {
+		t.Errorf("error %v", err)
+	}
+}
+
+// Nor does one that never accepts hold a call for ever.
+func TestNobodyAccepts(t *testing.T) {
+	client.SetPatience(t, 50*time.Millisecond)
+	r := clienttest.New(t)
+	r.Kill()
+	c := newClient(t, r)
+	_, err := c.Init(ctx(t), api.InitParams{})
+	if rpc.CodeOf(err) != rpc.CodeUnavailable || !strings.Contains(err.Error(), "no answer from the runtime within 50ms") || !errors.Is(err, client.ErrNotSent) {
+		t.Errorf("error %v", err)
+	}
+}
+
+// A stop that was announced and called off is forgotten.
+func TestStopCalledOff(t *testing.T) {
+	r := clienttest.New(t)
+	c := newClient(t, r)
+	mustInit(t, c)
+	r.Await(api.MethodAttach)
+	r.Notify(api.NotificationStopping, api.Stopping{Kind: "stop"})
+	for range 2 { // the first is sent after the announcement was read, or it is what makes sure that it was
+		if _, err := c.Execute(ctx(t), api.ExecuteParams{Code: "1"}, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.Kill()
+	r.Start()
+	r.Await(api.MethodAttach)
+}

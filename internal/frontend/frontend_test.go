@@ -833,3 +833,33 @@ func TestOutputIsLines(t *testing.T) {
 		t.Errorf("%s", b)
 	}
 }
+
+// A whole execute through real pipes and a real socket, with a manager that does
+// nothing.
+func BenchmarkExecute(b *testing.B) {
+	r := clienttest.New(b)
+	inR, inW, _ := os.Pipe()
+	outR, outW, _ := os.Pipe()
+	ended := make(chan error, 1)
+	go func() {
+		ended <- Run(context.Background(), Options{In: inR, Out: outW, Client: client.New(client.Options{Ensure: r.Ensure})})
+	}()
+	answers := bufio.NewReaderSize(outR, 1<<20)
+	say := func(line string) {
+		if _, err := io.WriteString(inW, line+"\n"); err != nil {
+			b.Fatal(err)
+		}
+		if _, err := answers.ReadSlice('\n'); err != nil {
+			b.Fatal(err)
+		}
+	}
+	say(`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"init"}}`)
+	for b.Loop() {
+		say(`{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"execute","arguments":{"code":"1+1"}}}`)
+	}
+	inW.Close()
+	<-ended
+	for _, f := range []*os.File{inR, outR, outW} {
+		f.Close()
+	}
+}
