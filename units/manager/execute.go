@@ -87,11 +87,13 @@ func (c *connection) execute(ctx context.Context, p api.ExecuteParams) (*answer,
 		requestID = *p.RequestID
 	}
 	wait, clamped := waitFor(p.WaitMS)
+	var a *answer
 	if r == nil { // a replay of one that is not in memory: it has ended
-		return c.pageOfEnded(replayed, 0, budget)
+		a, err = c.pageOfEnded(replayed, 0, budget)
+	} else {
+		c.wait(ctx, r, wait, requestID, func() (bool, <-chan struct{}) { return r.doneIs, r.done })
+		a, err = c.page(r, 0, budget)
 	}
-	c.wait(ctx, r, wait, requestID, func() (bool, <-chan struct{}) { return r.doneIs, r.done })
-	a, err := c.page(r, 0, budget)
 	if err == nil {
 		a.Replayed, a.ClampedWaitMS = replayed != nil, clamped
 	}
@@ -142,6 +144,9 @@ func (m *Manager) admit(c *connection, p api.ExecuteParams) (*run, *store.Entity
 			r.admitted = true
 			m.runs[r.ID], m.live[r.ID] = r, r
 			op = m.dispatch(r)
+			if r.next.Generation == "" { // the kernel that was on its way may have failed meanwhile
+				m.wantKernelLocked()
+			}
 		}
 		m.mu.Unlock()
 		if op != nil {

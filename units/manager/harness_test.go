@@ -4,7 +4,6 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
-	"fmt"
 	"log/slog"
 	"net"
 	"os"
@@ -43,6 +42,14 @@ type world struct {
 
 	stop context.CancelFunc
 	done chan error
+	m    chan *Manager
+}
+
+// manager is the running manager itself, for what no request can ask yet.
+func (w *world) manager() *Manager {
+	m := <-w.m
+	w.m <- m
+	return m
 }
 
 func newWorld(t testing.TB, change ...func(*world)) *world {
@@ -125,6 +132,8 @@ func (w *world) start() {
 	o.Runtime, o.Kernel = w.inherit(w.runtime), w.inherit(w.krn)
 	done := make(chan error, 1)
 	w.stop, w.done = cancel, done
+	w.m = make(chan *Manager, 1)
+	o.onStart = func(m *Manager) { w.m <- m }
 	go func() { done <- Run(ctx, o) }()
 }
 
@@ -677,5 +686,3 @@ func (k *fakeKernel) cell(id, code string) {
 }
 
 func ptr[T any](v T) *T { return &v }
-
-var _ = fmt.Sprint

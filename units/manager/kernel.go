@@ -115,13 +115,17 @@ func (m *Manager) blocked() *api.Blocked {
 	return r
 }
 
-// wantKernel starts a kernel in the background unless there is one or one is on its way.
+// wantKernel starts a kernel in the background for a client that has come, unless there
+// is one, one is on its way, or starting one has failed: cells try that again.
 func (m *Manager) wantKernel() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.wantKernelLocked()
+	if m.kernel.phase != phaseDown {
+		m.wantKernelLocked()
+	}
 }
 
+// wantKernelLocked is the same for a cell. Called with mu held.
 func (m *Manager) wantKernelLocked() {
 	k := &m.kernel
 	if k.starting || k.gen != "" || m.resetting || m.stopping != nil || m.restarting != nil || m.ctx.Err() != nil {

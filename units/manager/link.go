@@ -63,7 +63,6 @@ type link struct {
 // acceptKernel serves whoever connects to the kernel socket.
 func (m *Manager) acceptKernel() {
 	defer m.wg.Done()
-	m.opts.Kernel.SetUnlinkOnClose(false)
 	select { // records must be known before a kernel may report on them
 	case <-m.opened:
 	case <-m.ctx.Done():

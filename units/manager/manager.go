@@ -103,6 +103,8 @@ type Options struct {
 	// Notify sends a state to the service manager (sd_notify); nil: there is none.
 	Notify func(state string) error
 	Logger *slog.Logger
+
+	onStart func(*Manager) // tests
 }
 
 // Manager is the state of one session. Run makes and ends it.
@@ -162,6 +164,9 @@ func Run(ctx context.Context, o Options) error {
 	if m.log == nil {
 		m.log = slog.New(slog.DiscardHandler)
 	}
+	if o.onStart != nil {
+		o.onStart(m)
+	}
 	setDefaults(&m.opts.Limits)
 	if o.Services != nil {
 		m.services = o.Services(&runner{m})
@@ -173,6 +178,7 @@ func Run(ctx context.Context, o Options) error {
 		return fmt.Errorf("another manager seems to serve %s: %w", o.Workspace.Dir, err)
 	}
 	defer lock.Close()
+	o.Kernel.SetUnlinkOnClose(false) // its file is the supervisor's
 	m.kernel.phase = phaseNone
 
 	var cancel context.CancelFunc

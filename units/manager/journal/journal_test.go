@@ -333,7 +333,9 @@ func TestIndexIsRebuilt(t *testing.T) {
 		}
 	}
 	// A journal that was replaced behind our back is indexed anew.
-	edit(t, path, func(b []byte) []byte { return append([]byte("{\"type\":\"stream\",\"text\":\"000000\"}\n"), b[bytes.IndexByte(b, '\n')+1:]...) })
+	edit(t, path, func(b []byte) []byte {
+		return append([]byte("{\"type\":\"stream\",\"text\":\"000000\"}\n"), b[bytes.IndexByte(b, '\n')+1:]...)
+	})
 	read("stale", 2500)
 	// An index that cannot be written does not keep anybody from reading.
 	os.Remove(index)

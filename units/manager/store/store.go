@@ -78,6 +78,7 @@ type Store struct {
 	mu         sync.Mutex // guards the fields below
 	queue      []*Op
 	leading    bool
+	idle       sync.Cond // leading became false
 	closed     bool
 	failure    error // of the last transaction, nil after a good one
 	retryDelay time.Duration
@@ -152,7 +153,9 @@ func open(path string, onFailure func(error)) (*Store, error) {
 	}
 	ro.SetMaxOpenConns(2)
 	ro.SetMaxIdleConns(2)
-	return &Store{path: path, tx: tx, ro: ro, onFailure: onFailure}, nil
+	s := &Store{path: path, tx: tx, ro: ro, onFailure: onFailure}
+	s.idle.L = &s.mu
+	return s, nil
 }
 
 // Close ends the store. Operations that still wait are tried once more; those that
@@ -166,14 +169,19 @@ func (s *Store) Close() error {
 	s.closed = true
 	stopTimer(&s.retry)
 	stopTimer(&s.lazy)
-	lead := !s.leading && len(s.queue) > 0
-	if lead {
+	for s.leading {
+		s.idle.Wait()
+	}
+	if len(s.queue) > 0 {
 		s.leading = true
+		s.mu.Unlock()
+		s.lead()
+		s.mu.Lock()
+		for s.leading {
+			s.idle.Wait()
+		}
 	}
 	s.mu.Unlock()
-	if lead {
-		s.lead()
-	}
 	s.wg.Wait()
 	err := s.ro.Close()
 	return errors.Join(err, s.tx.close())
@@ -251,6 +259,7 @@ func (s *Store) lead() {
 	stopTimer(&s.retry)
 	if len(s.queue) == 0 {
 		s.leading = false
+		s.idle.Broadcast()
 		s.mu.Unlock()
 		return
 	}
@@ -329,6 +338,8 @@ func (s *Store) after(err error, kept []*Op) {
 	s.leading = again || rest
 	if s.leading {
 		s.wg.Add(1)
+	} else {
+		s.idle.Broadcast()
 	}
 	onFailure := s.onFailure
 	s.mu.Unlock()
