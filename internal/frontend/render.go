@@ -60,7 +60,7 @@ func renderExec(r *api.ExecResult, v view) (string, []picture) {
 	if r.Truncated {
 		end.WriteString("[output over the limit of the run was dropped for good]\n")
 	}
-	if r.Runtime != nil && (r.Notice != nil || r.Runtime.Instructions != "") {
+	if r.Runtime != nil && r.Runtime.Instructions != "" {
 		writeRuntime(&end, r.Runtime)
 	}
 	writeInbox(&end, r.Inbox, v.inbox)
@@ -116,9 +116,9 @@ func writeState(b *strings.Builder, r *api.ExecResult) {
 		fmt.Fprintf(b, "[%d before it in the queue]\n", r.QueueAhead)
 	}
 	if k := r.Blocked; k != nil {
-		who := "cell " + k.ExecID
+		who, which := "cell "+k.ExecID, fmt.Sprintf("exec_id=%q", k.ExecID)
 		if k.ExecID == r.ExecID {
-			who = "this cell"
+			who, which = "this cell", "exec_id"
 		} else if k.ClientID != "" {
 			who += " of " + k.ClientID
 		}
@@ -126,7 +126,7 @@ func writeState(b *strings.Builder, r *api.ExecResult) {
 		if k.Where != "" {
 			where = " at " + k.Where
 		}
-		fmt.Fprintf(b, "[blocked: %s has held the event loop for %.1fs%s; other cells wait. poll(exec_id=%q, interrupt=true) stops it]\n", who, k.Seconds, where, k.ExecID)
+		fmt.Fprintf(b, "[blocked: %s has held the event loop for %.1fs%s; other cells wait. poll(%s, interrupt=true) stops it]\n", who, k.Seconds, where, which)
 	}
 	if r.ClampedWaitMS > 0 {
 		fmt.Fprintf(b, "[wait_ms was cut to %d]\n", r.ClampedWaitMS)
@@ -189,9 +189,14 @@ func lastLine(r *api.ExecResult, v view, length int) string {
 
 func writeNotices(b *strings.Builder, notices []*api.Notice) {
 	for _, n := range notices {
-		if n != nil {
-			fmt.Fprintf(b, "NOTICE %s (generation is now %s): %s\n", n.Kind, short(n.Generation), n.Text)
+		if n == nil {
+			continue
 		}
+		now := "generation is now " + short(n.Generation)
+		if n.Generation == "" {
+			now = "the next execute starts a new one"
+		}
+		fmt.Fprintf(b, "NOTICE %s (%s): %s\n", n.Kind, now, n.Text)
 	}
 }
 
