@@ -142,7 +142,7 @@ func (u *unit) spawned(pr *proc, p *process.Process, err error) {
 		u.ended(pr, process.Exit{Known: true, Code: process.ExitExec})
 		return
 	}
-	pr.p = p
+	pr.p, pr.child = p, !pr.shim
 	u.track(pr)
 	if n := u.def.Service.OOMScoreAdjust; n != nil {
 		if is, err := process.OOMScoreAdjust(p.PID); err == nil && is != *n {
@@ -169,7 +169,7 @@ func (u *unit) track(pr *proc) {
 		u.Control = rec
 	}
 	u.s.procs[pr.p.PID] = pr
-	if pr.shim {
+	if pr.shim || pr.child {
 		return
 	}
 	w, err := u.s.poll.add(pr.p.PIDFD(), unix.EPOLLIN, func(uint32) { u.s.collect(pr) })

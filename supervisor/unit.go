@@ -54,6 +54,7 @@ type proc struct {
 	w     *watch
 	grace *timer
 	shim  bool // the shim reports its end
+	child bool // SIGCHLD does
 }
 
 func (u *unit) isService() bool { return u.def.Service != nil }
