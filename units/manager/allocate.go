@@ -12,6 +12,7 @@ import (
 // names run out; then one of those that are left is taken.
 func (c *connection) allocate() (*api.InitResult, error) {
 	m := c.m
+	adjectives, animals := adjectives(), animals()
 	for range 64 {
 		id := adjectives[rand.IntN(len(adjectives))] + "-" + animals[rand.IntN(len(animals))]
 		if ok, err := c.tryReserve(id); err != nil {

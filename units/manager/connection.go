@@ -3,7 +3,6 @@ package manager
 import (
 	"context"
 	"errors"
-	"regexp"
 	"sync"
 	"time"
 
@@ -17,7 +16,27 @@ import (
 // Capabilities of this build beyond protocol 1's methods.
 var capabilities = []string{"execute", "poll", "interrupt", "messages", "history", "restart", "generation_precondition", "progress"}
 
-var idPattern = regexp.MustCompile(`^[A-Za-z0-9_.:-]{1,128}$`)
+// isID reports whether s can be a client, connection or request id.
+func isID(s string) bool {
+	for i := range len(s) {
+		c := s[i]
+		if !(c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || c == '_' || c == '.' || c == ':' || c == '-') {
+			return false
+		}
+	}
+	return len(s) >= 1 && len(s) <= api.MaxIDLength
+}
+
+// isExecID reports whether s has the form of an execution id or a generation: 32 lower
+// case hex digits.
+func isExecID(s string) bool {
+	for i := range len(s) {
+		if c := s[i]; !(c >= '0' && c <= '9' || c >= 'a' && c <= 'f') {
+			return false
+		}
+	}
+	return len(s) == 32
+}
 
 // connection is one connection of the runtime socket. It counts as a client from
 // attach to its end.
@@ -153,7 +172,7 @@ func (c *connection) attach(ctx context.Context, p api.AttachParams) (*api.Attac
 		return nil, rpc.Errorf(api.CodeProtocol, "this runtime (version %s) speaks protocol %d, this client (version %s) speaks %d",
 			m.opts.Version, api.Protocol, p.Version, p.Protocol).WithHint("replace the runtime: mypr-mcp restart")
 	}
-	if !idPattern.MatchString(p.ConnectionID) {
+	if !isID(p.ConnectionID) {
 		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "attach: bad connection id %q", p.ConnectionID)
 	}
 	if err := m.opts.Workspace.Check(); err != nil {
@@ -233,7 +252,7 @@ func (c *connection) bind(ctx context.Context, want *string, reconnect bool) (*a
 	c.initMu.Lock()
 	defer c.initMu.Unlock()
 	m := c.m
-	if want != nil && !idPattern.MatchString(*want) {
+	if want != nil && !isID(*want) {
 		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "init: bad client id %q", *want).
 			WithHint("a client id has 1 to %d characters of A-Z a-z 0-9 _ . : -; leave it out to get a new one", api.MaxIDLength)
 	}

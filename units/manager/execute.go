@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"regexp"
 	"time"
 
 	"mypr/internal/api"
@@ -22,8 +21,6 @@ const (
 	// How long the kernel has to answer an interrupt before the outcome is "pending".
 	interruptAnswer = 2 * time.Second
 )
-
-var execIDPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
 
 // answer is api.ExecResult with the events as they are in the journal, which saves
 // decoding and encoding them again.
@@ -71,7 +68,7 @@ func (c *connection) execute(ctx context.Context, p api.ExecuteParams) (*answer,
 		return nil, rpc.Errorf(rpc.CodeTooLarge, "execute: the code has %d bytes, the limit is %d", len(p.Code), api.MaxCodeBytes).
 			WithHint("write the data to a file and read it from there")
 	}
-	if id := p.RequestID; id != nil && *id != "" && !idPattern.MatchString(*id) {
+	if id := p.RequestID; id != nil && *id != "" && !isID(*id) {
 		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "execute: bad request_id %q", *id).
 			WithHint("a request id has at most %d characters of A-Z a-z 0-9 _ . : -", api.MaxIDLength)
 	}
@@ -224,7 +221,7 @@ func (c *connection) poll(ctx context.Context, p api.PollParams) (*answer, error
 	if err != nil {
 		return nil, err
 	}
-	if !execIDPattern.MatchString(p.ExecID) {
+	if !isExecID(p.ExecID) {
 		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "poll: bad exec_id %q: it has 32 hex digits", p.ExecID)
 	}
 	cursor := int64(0)
@@ -460,7 +457,7 @@ func (c *connection) interrupt(ctx context.Context, p api.InterruptParams) (*api
 	r := m.runs[p.ExecID]
 	m.mu.Unlock()
 	if r == nil {
-		if !execIDPattern.MatchString(p.ExecID) {
+		if !isExecID(p.ExecID) {
 			return nil, rpc.Errorf(rpc.CodeInvalidRequest, "interrupt: bad exec_id %q: it has 32 hex digits", p.ExecID)
 		}
 		e, err := m.store.Entity(p.ExecID)

@@ -296,6 +296,8 @@ type fakeSupervisor struct {
 	reexec    []string
 	restarted []string
 	shutting  bool
+	hold      bool // events are held back, answers are not
+	held      []control.UnitEvent
 	all       []*fakeKernel
 }
 
@@ -356,9 +358,27 @@ func (c *fakeControl) Subscribe(_ context.Context, _ ...string) ([]control.UnitS
 func (s *fakeSupervisor) setStatus(u control.UnitStatus) {
 	u.Name = KernelUnit
 	s.status = u
-	for ch := range s.subs {
-		ch <- control.UnitEvent{UnitStatus: u}
+	e := control.UnitEvent{UnitStatus: u}
+	if s.hold {
+		s.held = append(s.held, e)
+		return
 	}
+	for ch := range s.subs {
+		ch <- e
+	}
+}
+
+// letGo delivers the events that were held back.
+func (s *fakeSupervisor) letGo() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.hold = false
+	for _, e := range s.held {
+		for ch := range s.subs {
+			ch <- e
+		}
+	}
+	s.held = nil
 }
 
 func (c *fakeControl) StartTransient(_ context.Context, p control.TransientParams, _ ...*os.File) (control.TransientResult, map[string]*os.File, error) {
@@ -379,7 +399,7 @@ func (s *fakeSupervisor) startKernel() {
 	s.starts++
 	gen := newID()
 	s.setStatus(control.UnitStatus{ActiveState: control.Active, SubState: "running", InvocationID: gen, MainPID: 4242})
-	k := &fakeKernel{w: s.w, gen: gen, dead: make(chan struct{}), gates: map[string]chan struct{}{}, vars: map[string]string{}}
+	k := &fakeKernel{w: s.w, gen: gen, dead: make(chan struct{}), gates: map[string]chan struct{}{}, vars: map[string]string{}, answered: make(chan struct{}, 100)}
 	s.kernel = k
 	s.all = append(s.all, k)
 	if !s.noConnect {
@@ -405,6 +425,7 @@ func (s *fakeSupervisor) die(u control.UnitStatus) {
 	k := s.kernel
 	s.kernel = nil
 	u.InvocationID = k.gen
+	s.setStatus(control.UnitStatus{ActiveState: control.Deactivating, SubState: "stop-sigterm", InvocationID: k.gen})
 	again := s.restart && u.ActiveState != control.Inactive
 	if again {
 		u.ActiveState, u.SubState = control.Activating, "auto-restart"
@@ -473,6 +494,7 @@ type fakeKernel struct {
 	vars     map[string]string
 	conns    int
 	results  []json.RawMessage // of calls
+	answered chan struct{}     // holds a token for each
 }
 
 type event struct {
@@ -603,6 +625,7 @@ func (k *fakeKernel) read(conn net.Conn) {
 		case "call_result":
 			r, _ := json.Marshal(map[string]any{"result": m.Result, "error": m.Error})
 			k.results = append(k.results, r)
+			k.answered <- struct{}{}
 		}
 		k.mu.Unlock()
 	}

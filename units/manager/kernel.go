@@ -84,10 +84,10 @@ func (k *kernelState) plainReason() string {
 	switch {
 	case k.mode == "ipython":
 		return ""
-	case k.modeReason != "":
-		return k.modeReason
+	case k.launchReason != "": // nothing was installed that could be loaded
+		return k.launchReason
 	}
-	return k.launchReason
+	return k.modeReason
 }
 
 // progressText tells a queued cell what it waits for.
@@ -144,6 +144,9 @@ func (m *Manager) beginStart() {
 	m.wg.Add(1)
 	go m.startKernel()
 }
+
+// startAttempts bounds how often a kernel is started that ends before its start is answered.
+const startAttempts = 3
 
 func (m *Manager) startKernel() {
 	defer m.wg.Done()
@@ -212,13 +215,12 @@ func (m *Manager) tryStart() error {
 		defer m.mu.Unlock()
 		m.kernel.setPhase(phasePreparing, step)
 	}
-	for {
+	for attempt := 1; ; attempt++ {
 		sup, unit, err := m.supervisor(m.ctx)
 		if err != nil {
 			return err
 		}
-		if runs(unit) {
-			m.adopt(unit.InvocationID)
+		if runs(unit) && m.adopt(unit.InvocationID) {
 			return nil
 		}
 		launch, err := m.opts.Prepare(m.ctx, &runner{m}, progress)
@@ -250,8 +252,12 @@ func (m *Manager) tryStart() error {
 		if res.Result != "done" {
 			return startFailure(res.JobResult)
 		}
-		m.adopt(res.Unit.InvocationID)
-		return nil
+		if m.adopt(res.Unit.InvocationID) {
+			return nil
+		}
+		if attempt == startAttempts {
+			return rpc.Errorf(api.CodeKernel, "the kernel ended right after its start, %d times in a row", attempt).WithHint("look at .mypr/kernel.log")
+		}
 	}
 }
 
@@ -283,8 +289,10 @@ func (m *Manager) fillUnit(u *spec.Unit, launch *kernel.Launch) {
 	s.ExactEnvironment = true
 }
 
-// runs reports whether a unit has a process, or is about to.
-func runs(u control.UnitStatus) bool { return !gone(u) && u.InvocationID != "" }
+// runs reports whether a unit has a process that goes on, or is about to.
+func runs(u control.UnitStatus) bool {
+	return !gone(u) && u.ActiveState != control.Deactivating && u.InvocationID != ""
+}
 
 // gone reports whether the run that a status tells of is over.
 func gone(u control.UnitStatus) bool {
@@ -433,8 +441,12 @@ func (m *Manager) unitChanged(u control.UnitStatus) {
 		err := rpc.Errorf(api.CodeKernel, "the kernel %s and is not started again (%s)", describeEnd(u), u.Result).
 			WithHint("look at .mypr/kernel.log; the next execute, or mypr-mcp reset, tries again")
 		if k.phase == phaseStarting {
+			m.wg.Add(1)
 			ops := m.kernelDown(err)
-			go m.store.Submit(ops...)
+			go func() { // not under the lock
+				defer m.wg.Done()
+				m.store.Submit(ops...)
+			}()
 		}
 	case k.phase == phaseStarting:
 		k.setPhase(phaseNone, "")
@@ -444,8 +456,9 @@ func (m *Manager) unitChanged(u control.UnitStatus) {
 	}
 }
 
-// confirm returns nil when the supervisor says that the kernel unit runs with this
-// generation, or, while no supervisor can be asked, when it is the one that ran last.
+// confirm returns nil when the supervisor has said that the kernel unit runs with this
+// generation. The last one of an earlier manager counts until the supervisor says
+// otherwise, so that a kernel is not without a manager while there is no supervisor.
 func (m *Manager) confirm(generation string) error {
 	patience := time.NewTimer(3 * time.Second) // the event of its start may be on its way
 	defer patience.Stop()
@@ -453,7 +466,7 @@ func (m *Manager) confirm(generation string) error {
 		m.mu.Lock()
 		known, unit, current, again := m.sup != nil, m.unit, m.kernel.gen, m.supChanged
 		m.mu.Unlock()
-		if known && runs(unit) && unit.InvocationID == generation || !known && current == generation {
+		if current == generation || known && runs(unit) && unit.InvocationID == generation {
 			return nil
 		}
 		timeout := patience.C
@@ -470,19 +483,21 @@ func (m *Manager) confirm(generation string) error {
 	}
 }
 
-// adopt makes a generation the current one, after the end of any other.
-func (m *Manager) adopt(generation string) {
+// adopt makes a generation the current one, after the end of any other. It reports
+// false, and changes nothing, for one that has ended: what the supervisor answers and
+// the events it sends come on separate ways, so an old state can be heard of late.
+func (m *Manager) adopt(generation string) bool {
 	m.kernelMu.Lock()
 	defer m.kernelMu.Unlock()
-	m.adoptLocked(generation)
+	return m.adoptLocked(generation)
 }
 
-func (m *Manager) adoptLocked(generation string) {
+func (m *Manager) adoptLocked(generation string) bool {
 	m.mu.Lock()
-	current := m.kernel.gen
+	current, over := m.kernel.gen, m.over[generation]
 	m.mu.Unlock()
-	if current == generation {
-		return
+	if current == generation || over {
+		return !over
 	}
 	if current != "" {
 		m.endKernelLocked(current, control.UnitStatus{})
@@ -499,6 +514,7 @@ func (m *Manager) adoptLocked(generation string) {
 	}
 	m.touchStatus()
 	m.log.Info("kernel started", "generation", generation)
+	return true
 }
 
 // connectKernel welcomes a kernel whose generation is confirmed and settles with it
@@ -506,7 +522,9 @@ func (m *Manager) adoptLocked(generation string) {
 func (m *Manager) connectKernel(l *link) error {
 	m.kernelMu.Lock()
 	defer m.kernelMu.Unlock()
-	m.adoptLocked(l.generation)
+	if !m.adoptLocked(l.generation) {
+		return fmt.Errorf("generation %s has ended", l.generation)
+	}
 	m.mu.Lock()
 	old := m.kernel.link
 	m.mu.Unlock()
@@ -667,6 +685,7 @@ func (m *Manager) endKernelLocked(generation string, u control.UnitStatus) {
 	}
 	lost := loss{generation: generation, kind: kindOf(how), at: at, text: lossText(generation, how, u, names)}
 	m.lastEnd = endedGeneration{generation, state, info}
+	m.over[generation] = true
 	k := &m.kernel
 	k.gen, k.link, k.blocked, k.acked = "", nil, nil, 0
 	k.python, k.executable, k.mode, k.modeReason, k.pid = "", "", "", "", 0

@@ -126,7 +126,7 @@ func (m *Manager) serveKernel(sock *net.UnixConn) error {
 		return reject("the first message is %q, not hello", h.Type)
 	case h.Protocol != wire.Protocol:
 		return reject("this manager speaks protocol %d, the kernel %d", wire.Protocol, h.Protocol)
-	case !execIDPattern.MatchString(h.Generation):
+	case !isExecID(h.Generation):
 		return reject("bad generation %q", h.Generation)
 	}
 	if err := m.confirm(h.Generation); err != nil {

@@ -137,8 +137,9 @@ type Manager struct {
 	losses      []loss
 	kernel      kernelState
 	lastEnd     endedGeneration
-	sup         Supervisor    // nil while there is no connection
-	supChanged  chan struct{} // closed and replaced when sup or the unit's state changes
+	over        map[string]bool // generations that ended in this manager's life
+	sup         Supervisor      // nil while there is no connection
+	supChanged  chan struct{}   // closed and replaced when sup or the unit's state changes
 	unit        control.UnitStatus
 	unitKnown   bool // unit is what the supervisor of this connection said
 	resetting   bool
@@ -158,7 +159,7 @@ func Run(ctx context.Context, o Options) error {
 	m := &Manager{
 		opts: o, log: o.Logger, started: time.Now(), runsDir: filepath.Join(o.Workspace.Root, "runs"),
 		opened: make(chan struct{}), openNow: make(chan struct{}, 1),
-		conns: map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{},
+		conns: map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{}, over: map[string]bool{},
 		supChanged: make(chan struct{}), logChanged: make(chan struct{}),
 	}
 	if m.log == nil {

@@ -1,11 +1,22 @@
 package manager
 
-import "strings"
+import (
+	"strings"
+	"sync"
+)
 
 // The names that automatic client ids are made of: 256 of each, short, easy to tell
 // apart, and unkind to nobody.
+//
+// They are split when they are first used: every role of the program pays for what a
+// package computes at its start.
 var (
-	adjectives = strings.Fields(`
+	adjectives = sync.OnceValue(func() []string { return strings.Fields(adjectiveText) })
+	animals    = sync.OnceValue(func() []string { return strings.Fields(animalText) })
+)
+
+const (
+	adjectiveText = `
 agile airy alert amber ample apt aqua arctic ardent artful astute autumn avid azure balmy basic
 beaming beige blithe blond blue bold bouncy brave breezy bright brisk bronze bubbly busy calm candid
 careful caring casual cedar charmed cheery chestnut chief chipper civic civil clean clear clever cloudy coastal
@@ -21,8 +32,8 @@ maroon mellow merry mighty mild mindful minty misty mobile modern modest mossy n
 noble northern novel oaken oceanic olive open orange orderly pacific patient peaceful pearly perky placid plucky
 plum polar polished polite prime proper proud prudent punctual quaint quick quiet radiant rapid ready regal
 rosy royal ruby russet rustic sage sandy scarlet serene sharp shiny silent silken silver simple sincere
-sleek smart smooth snowy snug solar solid sonic spry stable starry steady sunny swift tidy vivid`)
-	animals = strings.Fields(`
+sleek smart smooth snowy snug solar solid sonic spry stable starry steady sunny swift tidy vivid`
+	animalText = `
 addax agouti albatross alpaca anchovy anole ant anteater antelope argali armadillo aurochs avocet axolotl badger bandicoot
 barbet bass bat beaver bee beetle beluga bilby bison bittern blackbird boar bobcat bongo bonobo booby
 buffalo bulbul bunting butterfly buzzard camel canary caracal cardinal caribou carp cassowary cat catfish chamois cheetah
@@ -38,5 +49,5 @@ manta mantis marlin marmot marten meerkat merlin mink minnow mole mongoose moose
 narwhal newt nightjar numbat nuthatch ocelot octopus okapi opossum orca oriole oryx osprey ostrich otter owl
 oyster panda pangolin panther parrot partridge peacock pelican penguin perch petrel pheasant pigeon pika pike pipit
 platypus plover pony porcupine porpoise possum puffin puma python quail quokka quoll rabbit raccoon raven robin
-reindeer rhino roadrunner salmon sandpiper seahorse seal shark sheep shrew skua skylark sloth snail snipe sparrow`)
+reindeer rhino roadrunner salmon sandpiper seahorse seal shark sheep shrew skua skylark sloth snail snipe sparrow`
 )
