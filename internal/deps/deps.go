@@ -4,7 +4,6 @@
 package deps
 
 import (
-	_ "github.com/aymanbagabas/go-udiff"
 	_ "github.com/coreos/go-systemd/v22/activation"
 	_ "github.com/coreos/go-systemd/v22/daemon"
 	_ "github.com/coreos/go-systemd/v22/journal"
@@ -17,7 +16,6 @@ import (
 	_ "github.com/spf13/cobra"
 	_ "go.uber.org/goleak"
 	_ "golang.org/x/term"
-	_ "golang.org/x/text/encoding/ianaindex"
 	_ "modernc.org/sqlite"
 	_ "pgregory.net/rapid"
 )

@@ -9,8 +9,10 @@ import (
 
 	"golang.org/x/text/encoding"
 	"golang.org/x/text/encoding/charmap"
-	"golang.org/x/text/encoding/htmlindex"
-	"golang.org/x/text/encoding/ianaindex"
+	"golang.org/x/text/encoding/japanese"
+	"golang.org/x/text/encoding/korean"
+	"golang.org/x/text/encoding/simplifiedchinese"
+	"golang.org/x/text/encoding/traditionalchinese"
 	"golang.org/x/text/encoding/unicode"
 
 	"mypr/internal/ospath"
@@ -27,7 +29,7 @@ type codec struct {
 	plain  func(data []byte) (string, error)
 }
 
-// codecFor knows encodings by Python's names and those that IANA registers. UTF-8
+// codecFor knows encodings by Python's names. UTF-8
 // needs no codec: nil.
 func codecFor(name string) (*codec, error) {
 	norm := strings.ReplaceAll(strings.ToLower(strings.TrimSpace(name)), "_", "-")
@@ -57,7 +59,7 @@ func codecFor(name string) (*codec, error) {
 			plain:  func(b []byte) (string, error) { return string(b), ascii(string(b)) },
 			encode: func(s string) ([]byte, error) { return []byte(s), ascii(s) }}, nil
 	case "latin-1", "latin1", "iso-8859-1", "iso8859-1", "l1":
-		return fromEncoding(norm, charmap.ISO8859_1), nil // WHATWG, below, means windows-1252 by it
+		return fromEncoding(norm, charmap.ISO8859_1), nil
 	case "utf-16", "utf16":
 		return utf16Codec(norm), nil
 	case "utf-16-le", "utf-16le":
@@ -65,15 +67,112 @@ func codecFor(name string) (*codec, error) {
 	case "utf-16-be", "utf-16be":
 		return fromEncoding(norm, unicode.UTF16(unicode.BigEndian, unicode.IgnoreBOM)), nil
 	}
-	e, err := ianaindex.IANA.Encoding(norm)
-	if err != nil || e == nil {
-		e, err = htmlindex.Get(norm)
-	}
-	if err != nil || e == encoding.Replacement {
+	e := tables(norm)
+	if e == nil {
 		return nil, invalid("the encoding %q is not known", name).
-			WithHint("use utf-8, utf-8-sig, utf-16, ascii, latin-1, cp1252, shift_jis, gbk, … or ws.fs.read_bytes and write_bytes")
+			WithHint("use utf-8, utf-8-sig, utf-16, ascii, latin-1, cp1252, iso-8859-15, koi8-r, shift_jis, gbk, … or ws.fs.read_bytes and write_bytes")
 	}
 	return fromEncoding(norm, e), nil
+}
+
+// tables are the encodings of golang.org/x/text under Python's names. (Its own indexes
+// of names cost every start of the program 0.1 ms.)
+func tables(name string) encoding.Encoding {
+	if n, ok := strings.CutPrefix(name, "windows-"); ok {
+		name = "cp" + n
+	}
+	if n, ok := strings.CutPrefix(name, "iso8859-"); ok {
+		name = "iso-8859-" + n
+	}
+	switch name {
+	case "cp437":
+		return charmap.CodePage437
+	case "cp850":
+		return charmap.CodePage850
+	case "cp852":
+		return charmap.CodePage852
+	case "cp855":
+		return charmap.CodePage855
+	case "cp858":
+		return charmap.CodePage858
+	case "cp860":
+		return charmap.CodePage860
+	case "cp862":
+		return charmap.CodePage862
+	case "cp863":
+		return charmap.CodePage863
+	case "cp865":
+		return charmap.CodePage865
+	case "cp866":
+		return charmap.CodePage866
+	case "cp874":
+		return charmap.Windows874
+	case "cp1250":
+		return charmap.Windows1250
+	case "cp1251":
+		return charmap.Windows1251
+	case "cp1252":
+		return charmap.Windows1252
+	case "cp1253":
+		return charmap.Windows1253
+	case "cp1254":
+		return charmap.Windows1254
+	case "cp1255":
+		return charmap.Windows1255
+	case "cp1256":
+		return charmap.Windows1256
+	case "cp1257":
+		return charmap.Windows1257
+	case "cp1258":
+		return charmap.Windows1258
+	case "iso-8859-2":
+		return charmap.ISO8859_2
+	case "iso-8859-3":
+		return charmap.ISO8859_3
+	case "iso-8859-4":
+		return charmap.ISO8859_4
+	case "iso-8859-5":
+		return charmap.ISO8859_5
+	case "iso-8859-6":
+		return charmap.ISO8859_6
+	case "iso-8859-7":
+		return charmap.ISO8859_7
+	case "iso-8859-8":
+		return charmap.ISO8859_8
+	case "iso-8859-9", "latin5":
+		return charmap.ISO8859_9
+	case "iso-8859-10":
+		return charmap.ISO8859_10
+	case "iso-8859-13":
+		return charmap.ISO8859_13
+	case "iso-8859-14":
+		return charmap.ISO8859_14
+	case "iso-8859-15", "latin9":
+		return charmap.ISO8859_15
+	case "iso-8859-16":
+		return charmap.ISO8859_16
+	case "koi8-r":
+		return charmap.KOI8R
+	case "koi8-u":
+		return charmap.KOI8U
+	case "mac-roman", "macintosh":
+		return charmap.Macintosh
+	case "shift-jis", "sjis", "cp932":
+		return japanese.ShiftJIS
+	case "euc-jp":
+		return japanese.EUCJP
+	case "iso-2022-jp":
+		return japanese.ISO2022JP
+	case "gbk", "gb2312", "cp936":
+		return simplifiedchinese.GBK
+	case "gb18030":
+		return simplifiedchinese.GB18030
+	case "big5":
+		return traditionalchinese.Big5
+	case "euc-kr", "cp949":
+		return korean.EUCKR
+	}
+	return nil
 }
 
 var bom = []byte("\xef\xbb\xbf")

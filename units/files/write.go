@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
-	"regexp"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -64,10 +63,12 @@ func (s *Service) WriteBytes(ctx context.Context, p WriteBytesParams) (*WriteRes
 	return s.put(ctx, p.Path, p.Data, p.ExpectedHash, p.Overwrite, p.CreateParents)
 }
 
-var revisionPattern = regexp.MustCompile(`^[0-9a-f]{64}$`)
+func isRevision(s string) bool {
+	return len(s) == 64 && strings.Trim(s, "0123456789abcdef") == ""
+}
 
 func checkRevision(name string, rev *string) error {
-	if rev != nil && !revisionPattern.MatchString(*rev) {
+	if rev != nil && !isRevision(*rev) {
 		return invalid("%s must be a revision (64 hex digits of SHA-256), not %.80q", name, *rev).
 			WithHint("take it from the revision of ws.fs.read")
 	}

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"io"
-	"regexp"
 	"strings"
 	"sync"
 	"time"
@@ -32,11 +31,6 @@ type Backend struct {
 
 // converters are the programs that rga's adapters start.
 var converters = []string{"pdftotext", "pandoc", "ffmpeg", "ffprobe", "tesseract", "soffice", "antiword"}
-
-var (
-	versionNumber = regexp.MustCompile(`\d+\.\d+(\.\d+)?\S*`)
-	adapterLine   = regexp.MustCompile(`(?m)^ - \*\*(\S+)\*\*`)
-)
 
 // SearchBackends looks which programs there are. It starts each of them once.
 func (s *Service) SearchBackends(ctx context.Context, _ struct{}) (*Backends, error) {
@@ -67,8 +61,10 @@ func (s *Service) SearchBackends(ctx context.Context, _ struct{}) (*Backends, er
 		}
 		var out bytes.Buffer
 		if _, _, err := job.Collect(ctx, s.runner, s.command(b.RGA.Path, "--rga-list-adapters"), &out); err == nil {
-			for _, m := range adapterLine.FindAllStringSubmatch(out.String(), -1) {
-				b.RGA.Adapters = append(b.RGA.Adapters, m[1])
+			for line := range strings.Lines(out.String()) { // " - **poppler**"
+				if name, ok := strings.CutPrefix(line, " - **"); ok {
+					b.RGA.Adapters = append(b.RGA.Adapters, strings.TrimRight(name, "*\n"))
+				}
 			}
 		}
 	})
@@ -94,7 +90,11 @@ func (s *Service) probe(ctx context.Context, name string) Backend {
 	case exit.Code != 0:
 		b.Problem = strings.TrimSpace(stderr)
 	default:
-		b.Available, b.Version = true, versionNumber.FindString(out.String())
+		b.Available = true
+		// "ripgrep 13.0.0\n…", "ripgrep-all 0.10.9", "ast-grep 0.51.1"
+		if words := strings.Fields(out.String()); len(words) > 1 {
+			b.Version = words[1]
+		}
 	}
 	return b
 }

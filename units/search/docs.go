@@ -6,9 +6,9 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
+	"unicode"
 
 	"mypr/internal/job"
 	"mypr/internal/ospath"
@@ -41,7 +41,12 @@ type DocsParams struct {
 	Limits
 }
 
-var adapterName = regexp.MustCompile(`^[+-]?[A-Za-z0-9_.-]+$`)
+// isAdapter: a name, perhaps with the sign that adds it to the default ones or takes it away.
+func isAdapter(s string) bool {
+	return s != "" && strings.IndexFunc(s, func(r rune) bool {
+		return r != '+' && r != '-' && r != '_' && r != '.' && !unicode.IsLetter(r) && !unicode.IsDigit(r)
+	}) < 0
+}
 
 // SearchDocs runs ripgrep-all, or reads a page of an earlier search.
 func (s *Service) SearchDocs(ctx context.Context, p DocsParams) (*Page, error) {
@@ -80,7 +85,7 @@ func (s *Service) SearchDocs(ctx context.Context, p DocsParams) (*Page, error) {
 		}
 	}
 	for _, a := range q.Adapters {
-		if !adapterName.MatchString(string(a)) {
+		if !isAdapter(string(a)) {
 			return nil, invalid("%q is no name of an adapter", a).WithHint("await ws.fs.search_backends() lists them")
 		}
 	}
@@ -138,15 +143,10 @@ func (s *Service) SearchDocs(ctx context.Context, p DocsParams) (*Page, error) {
 	return s.run(ctx, sc)
 }
 
-var (
-	docsFailure = regexp.MustCompile(`^(.*): preprocessor command failed: `)
-	docsCause   = regexp.MustCompile(`^\s+\d+: (.*)$`)
-	docsError   = regexp.MustCompile(`^Error: (.*)$`)
-)
-
 // docsWarnings makes one line of each of rga's reports about a file.
 func docsWarnings(stderr string) string {
 	var out []string
+	const unknown = "it could not be converted"
 	file, cause := "", ""
 	flush := func() {
 		if file != "" {
@@ -156,19 +156,19 @@ func docsWarnings(stderr string) string {
 	}
 	for line := range strings.Lines(stderr) {
 		line = strings.TrimRight(line, "\n")
-		if m := docsFailure.FindStringSubmatch(line); m != nil {
+		if name, _, ok := strings.Cut(line, ": preprocessor command failed: "); ok {
 			flush()
-			file, cause = strings.TrimPrefix(m[1], "./"), "it could not be converted"
+			file, cause = strings.TrimPrefix(name, "./"), unknown
 			continue
 		}
 		if file == "" {
 			out = append(out, line)
 			continue
 		}
-		if m := docsCause.FindStringSubmatch(line); m != nil { // the last one is the root
-			cause = m[1]
-		} else if m := docsError.FindStringSubmatch(line); m != nil && cause == "it could not be converted" {
-			cause = m[1]
+		if n, text, ok := strings.Cut(strings.TrimLeft(line, " "), ": "); ok && line[0] == ' ' && strings.Trim(n, "0123456789") == "" {
+			cause = text // of "    2: text", the last of which is the root of the matter
+		} else if text, ok := strings.CutPrefix(line, "Error: "); ok && cause == unknown {
+			cause = text
 		}
 	}
 	flush()
