@@ -583,6 +583,20 @@ func TestFrameLimit(t *testing.T) {
 	}
 }
 
+// The read that brings the newline may bring it from beyond the limit.
+func TestFrameLimitWithinOneRead(t *testing.T) {
+	a, b := socketpair(t)
+	defer a.Close()
+	defer b.Close()
+	r := &reader{sock: a, buf: make([]byte, MaxFrame-100, MaxFrame+8192)}
+	if _, err := b.Write(append(bytes.Repeat([]byte("x"), 200), '\n')); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := r.next(); !errors.Is(err, errTooLong) {
+		t.Errorf("error %v", err)
+	}
+}
+
 func TestPeer(t *testing.T) {
 	c, _ := pair(t, nil, nil)
 	p := c.Peer()

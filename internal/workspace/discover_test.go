@@ -128,6 +128,22 @@ func TestDiscoverIgnoresForeignRecord(t *testing.T) {
 	}
 }
 
+// Nor must one that leads to a runtime which says that it is another directory's.
+func TestDiscoverChecksTheAnswer(t *testing.T) {
+	w := setup(t)
+	prepare(t, w)
+	other := open(t, t.TempDir())
+	serve(t, other.Control, supervisorOf(other, "i"))
+	if err := w.UpdateRuntime(t.Context(), func(r *Runtime) { r.Instance, r.Paths = "i", other.Paths }); err != nil {
+		t.Fatal(err)
+	}
+	_, err := w.Discover(t.Context())
+	var s *Stranger
+	if !errors.As(err, &s) || s.Workspace != other.Dir {
+		t.Errorf("error %v", err)
+	}
+}
+
 func TestDiscoverStranger(t *testing.T) {
 	w := setup(t)
 	prepare(t, w)

@@ -13,6 +13,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // holder is another process that holds a lock until release.
@@ -137,6 +139,7 @@ func TestLockFileReplaced(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "l")
 	h := hold(t, path)
+	opened := watchOpen(t, path)
 	got := make(chan *Lock, 1)
 	go func() {
 		l, err := AcquireLock(within(t, 20*time.Second), path)
@@ -145,6 +148,7 @@ func TestLockFileReplaced(t *testing.T) {
 		}
 		got <- l
 	}()
+	opened()
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
@@ -156,6 +160,24 @@ func TestLockFileReplaced(t *testing.T) {
 	defer l.Close()
 	if held, err := lockHeld(path); !held || err != nil {
 		t.Errorf("held = %v, %v: the lock is on the removed file", held, err)
+	}
+}
+
+// watchOpen returns a function that waits until somebody has opened path since.
+func watchOpen(t *testing.T, path string) func() {
+	t.Helper()
+	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	if _, err := unix.InotifyAddWatch(fd, path, unix.IN_OPEN); err != nil {
+		t.Fatal(err)
+	}
+	return func() {
+		if _, err := unix.Read(fd, make([]byte, 4096)); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

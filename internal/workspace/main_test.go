@@ -34,7 +34,28 @@ func TestMain(m *testing.M) {
 		}
 	}
 	os.Setenv("GORACE", "atexit_sleep_ms=0") // for the children: their race detector sleeps 1 s at exit
-	goleak.VerifyTestMain(m)
+	if r, w, err := os.Pipe(); err == nil { // the poller's own descriptors exist from here on
+		r.Close()
+		w.Close()
+	}
+	before := fds()
+	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
+		if after := fds(); code == 0 && len(after) > len(before) {
+			fmt.Printf("descriptors left: %q; before %q\n", after, before)
+			code = 1
+		}
+		os.Exit(code)
+	}))
+}
+
+func fds() (links []string) {
+	names, _ := filepath.Glob("/proc/self/fd/*")
+	for _, n := range names {
+		if to, err := os.Readlink(n); err == nil {
+			links = append(links, to)
+		}
+	}
+	return links
 }
 
 var roles map[string]func([]string) error
@@ -112,6 +133,12 @@ func fakeSupervise(args []string) error {
 	if err := w.PrepareRuntimeDir(); err != nil {
 		return err
 	}
+	inheritable := ""
+	for fd := 3; fd < 1024; fd++ {
+		if flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0); err == nil && flags&unix.FD_CLOEXEC == 0 {
+			inheritable += fmt.Sprint(fd, " ")
+		}
+	}
 	instance := NewInstance()
 	var origin api.Origin
 	if st != nil {
@@ -135,7 +162,7 @@ func fakeSupervise(args []string) error {
 	}
 	st.Report(nil)
 	s := infoServer(control.Info{Instance: instance, PID: os.Getpid(), Labels: map[string]string{
-		LabelWorkspace: w.Dir, LabelWorkspaceID: w.ID, "environment": strings.Join(os.Environ(), "\n"), "session": fmt.Sprint(sid()), "cwd": cwd()}}, cancel)
+		LabelWorkspace: w.Dir, LabelWorkspaceID: w.ID, "environment": strings.Join(os.Environ(), "\n"), "session": fmt.Sprint(sid()), "cwd": cwd(), "inheritable": inheritable}}, cancel)
 	err = s.Serve(ctx, l)
 	os.Remove(w.Control)
 	return err

@@ -41,6 +41,9 @@ func TestStart(t *testing.T) {
 	if env := l.Supervisor.Labels["environment"]; strings.Contains(env, starterVariable) || !strings.Contains(env, "PATH=") {
 		t.Errorf("environment:\n%s", env)
 	}
+	if fds := l.Supervisor.Labels["inheritable"]; fds != "" {
+		t.Errorf("its children would inherit descriptors %s", fds)
+	}
 	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", l.Supervisor.PID))
 	if err != nil {
 		t.Fatal(err)
@@ -64,6 +67,43 @@ func TestStart(t *testing.T) {
 	b, err := os.ReadFile(w.SupervisorLog())
 	if err != nil || !strings.Contains(string(b), "supervise -C "+w.Dir) {
 		t.Errorf("log %q, %v", b, err)
+	}
+}
+
+func TestAliasesAndMovesFindTheRunningOne(t *testing.T) {
+	w := setup(t)
+	l, err := w.Ensure(t.Context(), fake)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stop(t, w, l)
+	base := filepath.Dir(w.Dir)
+	link, mount := filepath.Join(base, "link"), filepath.Join(base, "mount")
+	if err := errors.Join(os.Symlink(w.Dir, link), os.Mkdir(mount, 0o700)); err != nil {
+		t.Fatal(err)
+	}
+	if again, err := open(t, link).Ensure(t.Context(), fake); err != nil || again.Instance != l.Instance {
+		t.Errorf("through a symlink: %+v, %v", again, err)
+	}
+	if out, err := inMountNamespace(t, "mount --bind "+w.Dir+" "+mount, "ensure", mount); err != nil || out != l.Instance {
+		t.Errorf("through a bind mount in another mount namespace: %q, %v; want %s", out, err, l.Instance)
+	}
+	if out, err := childOf(t, &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID}, os.Args[0], "ensure", w.Dir); err != nil || out != l.Instance {
+		t.Errorf("from another pid namespace: %q, %v; want %s", out, err, l.Instance)
+	}
+	moved := filepath.Join(base, "moved")
+	if err := errors.Join(os.Rename(w.Dir, moved), os.Mkdir(w.Dir, 0o700)); err != nil {
+		t.Fatal(err)
+	}
+	if again, err := open(t, moved).Discover(t.Context()); err != nil || again.Instance != l.Instance {
+		t.Errorf("from where it was moved to: %+v, %v", again, err)
+	}
+	var none *NotRunning
+	if _, err := open(t, w.Dir).Discover(t.Context()); !errors.As(err, &none) {
+		t.Errorf("the directory that took its place: %v", err)
+	}
+	if err := errors.Join(os.Remove(w.Dir), os.Rename(moved, w.Dir)); err != nil {
+		t.Fatal(err)
 	}
 }
 
