@@ -15,7 +15,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"mypr/internal/config"
-	"mypr/internal/job"
 	"mypr/internal/rpc"
 	"mypr/internal/workspace"
 	"mypr/kernel"
@@ -23,7 +22,6 @@ import (
 	"mypr/supervisor/notify"
 	"mypr/supervisor/spec"
 	"mypr/units"
-	"mypr/units/files"
 	"mypr/units/manager"
 )
 
@@ -75,7 +73,7 @@ func (c *cli) manager(ctx context.Context) error {
 	origin.Changed = changed
 	setEnvironment(env)
 
-	fs, err := files.New(w.Dir)
+	services, err := services(w, log)
 	if err != nil {
 		return err
 	}
@@ -93,16 +91,7 @@ func (c *cli) manager(ctx context.Context) error {
 			}
 			return u, err
 		},
-		Services: func(job.Runner) func(context.Context, manager.Call) (any, error) {
-			methods := fs.Methods()
-			return func(ctx context.Context, call manager.Call) (any, error) {
-				method := methods[call.Method]
-				if method == nil {
-					return nil, rpc.Errorf(rpc.CodeInvalidRequest, "this version knows no call %q", call.Method)
-				}
-				return method(ctx, call.Params)
-			}
-		},
+		Services: services,
 		Limits: manager.Limits{
 			OutputBytes: cfg.Limits.OutputBytes, CompletedTasks: cfg.Limits.CompletedTasks,
 			CompletedRecords: cfg.Limits.CompletedRecords, CacheBytes: cfg.Limits.CacheBytes,
