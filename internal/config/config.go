@@ -14,7 +14,6 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 
@@ -154,7 +153,7 @@ func (c *Config) merge(path string, data []byte) (warnings []string, err error) 
 		tables := map[string]bool{}
 		for _, e := range unknown.Errors {
 			key, name := e.Key(), strings.Join(e.Key(), ".")
-			if len(key) > 0 && !known[key[0]] {
+			if len(key) > 0 && !slices.Contains([]string{"limits", "python", "environment"}, key[0]) {
 				if tables[key[0]] {
 					continue // one warning for a whole table
 				}
@@ -176,25 +175,35 @@ func (c *Config) merge(path string, data []byte) (warnings []string, err error) 
 	return warnings, nil
 }
 
-var mismatch = regexp.MustCompile(`^cannot decode TOML (.+) into (?:struct field \S+ of type )?(\S+)$`)
-
 // plain says in TOML's words what the decoder says in Go's.
 func plain(message string) string {
 	message = strings.TrimPrefix(message, "toml: ")
-	m := mismatch.FindStringSubmatch(message)
-	if m == nil {
+	rest, ok := strings.CutPrefix(message, "cannot decode TOML ")
+	got, into, found := strings.Cut(rest, " into ")
+	if !ok || !found {
 		return message
 	}
-	want := map[string]string{"int": "an integer", "int64": "an integer", "string": "a string", "bool": "true or false"}[m[2]]
-	if want == "" {
-		want = "a table"
+	want := "a table"
+	switch into[strings.LastIndexByte(into, ' ')+1:] {
+	case "int", "int64":
+		want = "an integer"
+	case "string":
+		want = "a string"
+	case "bool":
+		want = "true or false"
 	}
-	return fmt.Sprintf("%s is expected here, not a TOML %s", want, m[1])
+	return fmt.Sprintf("%s is expected here, not a TOML %s", want, got)
 }
 
-var known = map[string]bool{"limits": true, "python": true, "environment": true}
-
-var variable = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
+// isVariable reports whether s can be a variable's name: [A-Za-z_][A-Za-z0-9_]*.
+func isVariable(s string) bool {
+	for i, c := range []byte(s) {
+		if c != '_' && (c < 'A' || c > 'Z') && (c < 'a' || c > 'z') && (i == 0 || c < '0' || c > '9') {
+			return false
+		}
+	}
+	return s != ""
+}
 
 // check returns the first key whose value is out of bounds, and why.
 func (c *Config) check() (key []string, err error) {
@@ -217,7 +226,7 @@ func (c *Config) check() (key []string, err error) {
 	for _, name := range slices.Sorted(maps.Keys(c.Environment)) {
 		key := []string{"environment", name}
 		switch {
-		case !variable.MatchString(name):
+		case !isVariable(name):
 			return key, errors.New("the key is no variable name")
 		case strings.HasPrefix(name, "MYPR_"):
 			return key, errors.New("variables that begin with MYPR_ belong to the runtime")

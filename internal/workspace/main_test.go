@@ -34,7 +34,7 @@ func TestMain(m *testing.M) {
 		}
 	}
 	os.Setenv("GORACE", "atexit_sleep_ms=0") // for the children: their race detector sleeps 1 s at exit
-	if r, w, err := os.Pipe(); err == nil { // the poller's own descriptors exist from here on
+	if r, w, err := os.Pipe(); err == nil {  // the poller's own descriptors exist from here on
 		r.Close()
 		w.Close()
 	}

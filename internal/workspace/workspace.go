@@ -38,8 +38,6 @@ type Workspace struct {
 	ID   string // "<st_dev hex>:<st_ino hex>"
 	Hash string // first 32 hex digits of SHA-256("workspace:" + ID)
 	Paths
-	// runtimeErr is why there is no usable runtime directory.
-	runtimeErr error
 }
 
 // Paths are the sockets of one runtime, all in RuntimeDir.

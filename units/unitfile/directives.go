@@ -5,9 +5,9 @@ import (
 	"fmt"
 	"net"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"mypr/supervisor/spec"
@@ -20,160 +20,174 @@ const (
 	defaultStartLimitBurst    = 5
 )
 
-// setter applies one assignment. docs/units.md lists every directive (a test compares).
+// setter applies one assignment.
 type setter func(p *parser, value string) error
 
-var unitDirectives = map[string]setter{
-	"Description":           text(func(p *parser) *string { return &p.unit.Description }),
-	"Documentation":         list(func(p *parser) *[]string { return &p.unit.Documentation }, nil),
-	"Requires":              list(func(p *parser) *[]string { return &p.unit.Requires }, CheckName),
-	"Wants":                 list(func(p *parser) *[]string { return &p.unit.Wants }, CheckName),
-	"After":                 list(func(p *parser) *[]string { return &p.unit.After }, CheckName),
-	"Before":                list(func(p *parser) *[]string { return &p.unit.Before }, CheckName),
-	"PartOf":                list(func(p *parser) *[]string { return &p.unit.PartOf }, CheckName),
-	"BindsTo":               list(func(p *parser) *[]string { return &p.unit.BindsTo }, CheckName),
-	"Conflicts":             list(func(p *parser) *[]string { return &p.unit.Conflicts }, CheckName),
-	"OnFailure":             list(func(p *parser) *[]string { return &p.unit.OnFailure }, CheckName),
-	"StartLimitIntervalSec": span(func(p *parser) *time.Duration { return &p.unit.StartLimitInterval }, asIs),
-	"StartLimitInterval":    span(func(p *parser) *time.Duration { return &p.unit.StartLimitInterval }, asIs), // systemd before 230
-	"StartLimitBurst":       number(func(p *parser) *int { return &p.unit.StartLimitBurst }, 0, 1<<30),
-	"CollectMode":           choice(func(p *parser) *string { return &p.unit.CollectMode }, "inactive", "inactive-or-failed"),
+// directives lists all of them by section, as docs/units.md does (a test compares).
+// Made when the first unit is read: most roles of the program never read one.
+var directives = sync.OnceValue(func() map[string]map[string]setter {
+	return map[string]map[string]setter{"Unit": unitDirectives(), "Install": installDirectives(), "Service": serviceDirectives(), "Socket": socketDirectives()}
+})
+
+func unitDirectives() map[string]setter {
+	return map[string]setter{
+		"Description":           text(func(p *parser) *string { return &p.unit.Description }),
+		"Documentation":         list(func(p *parser) *[]string { return &p.unit.Documentation }, nil),
+		"Requires":              list(func(p *parser) *[]string { return &p.unit.Requires }, CheckName),
+		"Wants":                 list(func(p *parser) *[]string { return &p.unit.Wants }, CheckName),
+		"After":                 list(func(p *parser) *[]string { return &p.unit.After }, CheckName),
+		"Before":                list(func(p *parser) *[]string { return &p.unit.Before }, CheckName),
+		"PartOf":                list(func(p *parser) *[]string { return &p.unit.PartOf }, CheckName),
+		"BindsTo":               list(func(p *parser) *[]string { return &p.unit.BindsTo }, CheckName),
+		"Conflicts":             list(func(p *parser) *[]string { return &p.unit.Conflicts }, CheckName),
+		"OnFailure":             list(func(p *parser) *[]string { return &p.unit.OnFailure }, CheckName),
+		"StartLimitIntervalSec": span(func(p *parser) *time.Duration { return &p.unit.StartLimitInterval }, asIs),
+		"StartLimitInterval":    span(func(p *parser) *time.Duration { return &p.unit.StartLimitInterval }, asIs), // systemd before 230
+		"StartLimitBurst":       number(func(p *parser) *int { return &p.unit.StartLimitBurst }, 0, 1<<30),
+		"CollectMode":           choice(func(p *parser) *string { return &p.unit.CollectMode }, "inactive", "inactive-or-failed"),
+	}
 }
 
-var installDirectives = map[string]setter{
-	"WantedBy": list(func(p *parser) *[]string { return &p.unit.WantedBy }, CheckName),
+func installDirectives() map[string]setter {
+	return map[string]setter{
+		"WantedBy": list(func(p *parser) *[]string { return &p.unit.WantedBy }, CheckName),
+	}
 }
 
-var serviceDirectives = map[string]setter{
-	"Type":                     choice(func(p *parser) *string { return &p.service.Type }, spec.TypeSimple, spec.TypeExec, spec.TypeNotify, spec.TypeOneshot),
-	"ExecStartPre":             commands(func(p *parser) *[]spec.Command { return &p.service.ExecStartPre }),
-	"ExecStart":                commands(func(p *parser) *[]spec.Command { return &p.service.ExecStart }),
-	"ExecStartPost":            commands(func(p *parser) *[]spec.Command { return &p.service.ExecStartPost }),
-	"ExecReload":               commands(func(p *parser) *[]spec.Command { return &p.service.ExecReload }),
-	"ExecStop":                 commands(func(p *parser) *[]spec.Command { return &p.service.ExecStop }),
-	"ExecStopPost":             commands(func(p *parser) *[]spec.Command { return &p.service.ExecStopPost }),
-	"RemainAfterExit":          boolean(func(p *parser) *bool { return &p.service.RemainAfterExit }),
-	"ExitType":                 choice(func(p *parser) *string { return &p.service.ExitType }, "main", "cgroup"),
-	"NotifyAccess":             choice(func(p *parser) *string { return &p.service.NotifyAccess }, "none", "main", "exec", "all"),
-	"Restart":                  choice(func(p *parser) *string { return &p.service.Restart }, spec.RestartNo, spec.RestartOnSuccess, spec.RestartOnFailure, spec.RestartOnAbnormal, spec.RestartOnWatchdog, spec.RestartOnAbort, spec.RestartAlways),
-	"RestartSec":               span(func(p *parser) *time.Duration { return &p.service.RestartSec }, orTiny),
-	"RestartSteps":             number(func(p *parser) *int { return &p.service.RestartSteps }, 0, 1000),
-	"RestartMaxDelaySec":       span(func(p *parser) *time.Duration { return &p.service.RestartMaxDelaySec }, orTiny),
-	"X-RestartResetSec":        span(func(p *parser) *time.Duration { return &p.service.RestartResetSec }, orTiny),
-	"SuccessExitStatus":        exitStatuses(func(p *parser) *spec.ExitStatusSet { return &p.service.SuccessExitStatus }),
-	"RestartPreventExitStatus": exitStatuses(func(p *parser) *spec.ExitStatusSet { return &p.service.RestartPreventExitStatus }),
-	"RestartForceExitStatus":   exitStatuses(func(p *parser) *spec.ExitStatusSet { return &p.service.RestartForceExitStatus }),
-	"TimeoutStartSec":          span(func(p *parser) *time.Duration { return &p.service.TimeoutStartSec }, orInfinity),
-	"TimeoutStopSec":           span(func(p *parser) *time.Duration { return &p.service.TimeoutStopSec }, orInfinity),
-	"TimeoutAbortSec":          span(func(p *parser) *time.Duration { return &p.service.TimeoutAbortSec }, orInfinity),
-	"TimeoutSec":               timeoutSec,
-	"RuntimeMaxSec":            span(func(p *parser) *time.Duration { return &p.service.RuntimeMaxSec }, orInfinity),
-	"WatchdogSec":              span(func(p *parser) *time.Duration { return &p.service.WatchdogSec }, infinityIsZero),
-	"KillMode":                 choice(func(p *parser) *string { return &p.service.KillMode }, spec.KillControlGroup, spec.KillMixed, spec.KillProcess, spec.KillNone),
-	"KillSignal":               signal(func(p *parser) *int { return &p.service.KillSignal }),
-	"FinalKillSignal":          signal(func(p *parser) *int { return &p.service.FinalKillSignal }),
-	"WatchdogSignal":           signal(func(p *parser) *int { return &p.service.WatchdogSignal }),
-	"ReloadSignal":             signal(func(p *parser) *int { return &p.service.ReloadSignal }),
-	"SendSIGHUP":               boolean(func(p *parser) *bool { return &p.service.SendSIGHUP }),
-	"SendSIGKILL": func(p *parser, v string) error {
-		if v == "" {
-			v = "yes"
-		}
-		b, err := parseBool(v)
-		p.service.NoSendSIGKILL = err == nil && !b
-		return err
-	},
-	"Sockets":                list(func(p *parser) *[]string { return &p.service.Sockets }, checkSocketName),
-	"FileDescriptorStoreMax": number(func(p *parser) *int { return &p.service.FileDescriptorStoreMax }, 0, 1<<16),
-	"WorkingDirectory":       workingDirectory,
-	"User":                   text(func(p *parser) *string { return &p.service.User }),
-	"Group":                  text(func(p *parser) *string { return &p.service.Group }),
-	"UMask": optional(func(p *parser) **uint32 { return &p.service.UMask }, func(s string) (uint32, error) {
-		m, err := parseMode(s)
-		if err == nil && m > 0o777 {
-			return 0, fmt.Errorf("%q is no umask", s)
-		}
-		return m, err
-	}),
-	"Environment":        environment,
-	"EnvironmentFile":    environmentFile,
-	"PassEnvironment":    list(func(p *parser) *[]string { return &p.service.PassEnvironment }, checkVariable),
-	"UnsetEnvironment":   list(func(p *parser) *[]string { return &p.service.UnsetEnvironment }, checkUnset),
-	"X-ExactEnvironment": boolean(func(p *parser) *bool { return &p.service.ExactEnvironment }),
-	"StandardInput":      stdio(func(p *parser) *string { return &p.service.StandardInput }, true),
-	"StandardOutput":     stdio(func(p *parser) *string { return &p.service.StandardOutput }, false),
-	"StandardError":      stdio(func(p *parser) *string { return &p.service.StandardError }, false),
-	"TTYRows":            ttySize(func(p *parser) *uint16 { return &p.service.TTYRows }),
-	"TTYColumns":         ttySize(func(p *parser) *uint16 { return &p.service.TTYColumns }),
-	"LimitNOFILE":        rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitNOFILE }, parseCount),
-	"LimitNPROC":         rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitNPROC }, parseCount),
-	"LimitCORE":          rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitCORE }, parseSize),
-	"LimitAS":            rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitAS }, parseSize),
-	"LimitCPU":           rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitCPU }, rlimitSeconds),
-	"LimitFSIZE":         rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitFSIZE }, parseSize),
-	"Nice":               optional(func(p *parser) **int { return &p.service.Nice }, func(s string) (int, error) { return parseInt(s, -20, 19) }),
-	"OOMScoreAdjust":     optional(func(p *parser) **int { return &p.service.OOMScoreAdjust }, func(s string) (int, error) { return parseInt(s, -1000, 1000) }),
-	"MemoryMax":          amount(func(p *parser) *uint64 { return &p.service.MemoryMax }, parseMemory),
-	"MemoryHigh":         amount(func(p *parser) *uint64 { return &p.service.MemoryHigh }, parseMemory),
-	"MemorySwapMax":      amount(func(p *parser) *uint64 { return &p.service.MemorySwapMax }, swap),
-	"CPUQuota": amount(func(p *parser) *uint64 { return &p.service.CPUQuota }, func(s string) (uint64, error) {
-		n, err := parsePercent(s)
-		if err == nil && n == 0 {
-			err = errors.New("0% would let nothing run; no limit is an empty value")
-		}
-		return n * 100, err // of hundredths of a percent: microseconds of a second
-	}),
-	"CPUWeight": amount(func(p *parser) *uint64 { return &p.service.CPUWeight }, func(s string) (uint64, error) {
-		n, err := parseInt(s, 1, 10000)
-		return uint64(n), err
-	}),
-	"TasksMax":  amount(func(p *parser) *uint64 { return &p.service.TasksMax }, tasks),
-	"OOMPolicy": choice(func(p *parser) *string { return &p.service.OOMPolicy }, "continue", "stop", "kill"),
-	"Delegate":  boolean(func(p *parser) *bool { return &p.service.Delegate }),
-}
-
-var socketDirectives = map[string]setter{
-	"ListenStream": func(p *parser, v string) error {
-		if v == "" {
-			p.socket.ListenStream = nil
-			return nil
-		}
-		v, err := p.expand(v)
-		if err == nil {
-			err = checkListen(v)
-		}
-		if err != nil {
-			return err
-		}
-		p.socket.ListenStream = append(p.socket.ListenStream, v)
-		return nil
-	},
-	"FileDescriptorName": func(p *parser, v string) error {
-		v, err := p.expand(v)
-		if err != nil {
-			return err
-		}
-		if len(v) > 255 || strings.ContainsFunc(v, func(r rune) bool { return r <= ' ' || r > '~' || r == ':' }) {
-			return fmt.Errorf("%q is no descriptor name: printable ASCII without blanks and colons, at most 255 characters", v)
-		}
-		p.socket.FileDescriptorName = v
-		return nil
-	},
-	"Service": func(p *parser, v string) error {
-		v, err := p.expand(v)
-		if err == nil && v != "" {
-			if err = CheckName(v); err == nil && filepath.Ext(v) != suffixService {
-				err = fmt.Errorf("%q is no service", v)
+func serviceDirectives() map[string]setter {
+	return map[string]setter{
+		"Type":                     choice(func(p *parser) *string { return &p.service.Type }, spec.TypeSimple, spec.TypeExec, spec.TypeNotify, spec.TypeOneshot),
+		"ExecStartPre":             commands(func(p *parser) *[]spec.Command { return &p.service.ExecStartPre }),
+		"ExecStart":                commands(func(p *parser) *[]spec.Command { return &p.service.ExecStart }),
+		"ExecStartPost":            commands(func(p *parser) *[]spec.Command { return &p.service.ExecStartPost }),
+		"ExecReload":               commands(func(p *parser) *[]spec.Command { return &p.service.ExecReload }),
+		"ExecStop":                 commands(func(p *parser) *[]spec.Command { return &p.service.ExecStop }),
+		"ExecStopPost":             commands(func(p *parser) *[]spec.Command { return &p.service.ExecStopPost }),
+		"RemainAfterExit":          boolean(func(p *parser) *bool { return &p.service.RemainAfterExit }),
+		"ExitType":                 choice(func(p *parser) *string { return &p.service.ExitType }, "main", "cgroup"),
+		"NotifyAccess":             choice(func(p *parser) *string { return &p.service.NotifyAccess }, "none", "main", "exec", "all"),
+		"Restart":                  choice(func(p *parser) *string { return &p.service.Restart }, spec.RestartNo, spec.RestartOnSuccess, spec.RestartOnFailure, spec.RestartOnAbnormal, spec.RestartOnWatchdog, spec.RestartOnAbort, spec.RestartAlways),
+		"RestartSec":               span(func(p *parser) *time.Duration { return &p.service.RestartSec }, orTiny),
+		"RestartSteps":             number(func(p *parser) *int { return &p.service.RestartSteps }, 0, 1000),
+		"RestartMaxDelaySec":       span(func(p *parser) *time.Duration { return &p.service.RestartMaxDelaySec }, orTiny),
+		"X-RestartResetSec":        span(func(p *parser) *time.Duration { return &p.service.RestartResetSec }, orTiny),
+		"SuccessExitStatus":        exitStatuses(func(p *parser) *spec.ExitStatusSet { return &p.service.SuccessExitStatus }),
+		"RestartPreventExitStatus": exitStatuses(func(p *parser) *spec.ExitStatusSet { return &p.service.RestartPreventExitStatus }),
+		"RestartForceExitStatus":   exitStatuses(func(p *parser) *spec.ExitStatusSet { return &p.service.RestartForceExitStatus }),
+		"TimeoutStartSec":          span(func(p *parser) *time.Duration { return &p.service.TimeoutStartSec }, orInfinity),
+		"TimeoutStopSec":           span(func(p *parser) *time.Duration { return &p.service.TimeoutStopSec }, orInfinity),
+		"TimeoutAbortSec":          span(func(p *parser) *time.Duration { return &p.service.TimeoutAbortSec }, orInfinity),
+		"TimeoutSec":               timeoutSec,
+		"RuntimeMaxSec":            span(func(p *parser) *time.Duration { return &p.service.RuntimeMaxSec }, orInfinity),
+		"WatchdogSec":              span(func(p *parser) *time.Duration { return &p.service.WatchdogSec }, infinityIsZero),
+		"KillMode":                 choice(func(p *parser) *string { return &p.service.KillMode }, spec.KillControlGroup, spec.KillMixed, spec.KillProcess, spec.KillNone),
+		"KillSignal":               signal(func(p *parser) *int { return &p.service.KillSignal }),
+		"FinalKillSignal":          signal(func(p *parser) *int { return &p.service.FinalKillSignal }),
+		"WatchdogSignal":           signal(func(p *parser) *int { return &p.service.WatchdogSignal }),
+		"ReloadSignal":             signal(func(p *parser) *int { return &p.service.ReloadSignal }),
+		"SendSIGHUP":               boolean(func(p *parser) *bool { return &p.service.SendSIGHUP }),
+		"SendSIGKILL": func(p *parser, v string) error {
+			if v == "" {
+				v = "yes"
 			}
-		}
-		p.socket.Service = v
-		return err
-	},
-	"SocketMode":    mode(func(p *parser) *uint32 { return &p.socket.SocketMode }),
-	"DirectoryMode": mode(func(p *parser) *uint32 { return &p.socket.DirectoryMode }),
-	"Backlog":       number(func(p *parser) *int { return &p.socket.Backlog }, 0, 1<<30),
-	"RemoveOnStop":  boolean(func(p *parser) *bool { return &p.socket.RemoveOnStop }),
-	"X-PassOnly":    boolean(func(p *parser) *bool { return &p.socket.PassOnly }),
+			b, err := parseBool(v)
+			p.service.NoSendSIGKILL = err == nil && !b
+			return err
+		},
+		"Sockets":                list(func(p *parser) *[]string { return &p.service.Sockets }, checkSocketName),
+		"FileDescriptorStoreMax": number(func(p *parser) *int { return &p.service.FileDescriptorStoreMax }, 0, 1<<16),
+		"WorkingDirectory":       workingDirectory,
+		"User":                   text(func(p *parser) *string { return &p.service.User }),
+		"Group":                  text(func(p *parser) *string { return &p.service.Group }),
+		"UMask": optional(func(p *parser) **uint32 { return &p.service.UMask }, func(s string) (uint32, error) {
+			m, err := parseMode(s)
+			if err == nil && m > 0o777 {
+				return 0, fmt.Errorf("%q is no umask", s)
+			}
+			return m, err
+		}),
+		"Environment":        environment,
+		"EnvironmentFile":    environmentFile,
+		"PassEnvironment":    list(func(p *parser) *[]string { return &p.service.PassEnvironment }, checkVariable),
+		"UnsetEnvironment":   list(func(p *parser) *[]string { return &p.service.UnsetEnvironment }, checkUnset),
+		"X-ExactEnvironment": boolean(func(p *parser) *bool { return &p.service.ExactEnvironment }),
+		"StandardInput":      stdio(func(p *parser) *string { return &p.service.StandardInput }, true),
+		"StandardOutput":     stdio(func(p *parser) *string { return &p.service.StandardOutput }, false),
+		"StandardError":      stdio(func(p *parser) *string { return &p.service.StandardError }, false),
+		"TTYRows":            ttySize(func(p *parser) *uint16 { return &p.service.TTYRows }),
+		"TTYColumns":         ttySize(func(p *parser) *uint16 { return &p.service.TTYColumns }),
+		"LimitNOFILE":        rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitNOFILE }, parseCount),
+		"LimitNPROC":         rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitNPROC }, parseCount),
+		"LimitCORE":          rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitCORE }, parseSize),
+		"LimitAS":            rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitAS }, parseSize),
+		"LimitCPU":           rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitCPU }, rlimitSeconds),
+		"LimitFSIZE":         rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitFSIZE }, parseSize),
+		"Nice":               optional(func(p *parser) **int { return &p.service.Nice }, func(s string) (int, error) { return parseInt(s, -20, 19) }),
+		"OOMScoreAdjust":     optional(func(p *parser) **int { return &p.service.OOMScoreAdjust }, func(s string) (int, error) { return parseInt(s, -1000, 1000) }),
+		"MemoryMax":          amount(func(p *parser) *uint64 { return &p.service.MemoryMax }, parseMemory),
+		"MemoryHigh":         amount(func(p *parser) *uint64 { return &p.service.MemoryHigh }, parseMemory),
+		"MemorySwapMax":      amount(func(p *parser) *uint64 { return &p.service.MemorySwapMax }, swap),
+		"CPUQuota": amount(func(p *parser) *uint64 { return &p.service.CPUQuota }, func(s string) (uint64, error) {
+			n, err := parsePercent(s)
+			if err == nil && n == 0 {
+				err = errors.New("0% would let nothing run; no limit is an empty value")
+			}
+			return n * 100, err // of hundredths of a percent: microseconds of a second
+		}),
+		"CPUWeight": amount(func(p *parser) *uint64 { return &p.service.CPUWeight }, func(s string) (uint64, error) {
+			n, err := parseInt(s, 1, 10000)
+			return uint64(n), err
+		}),
+		"TasksMax":  amount(func(p *parser) *uint64 { return &p.service.TasksMax }, tasks),
+		"OOMPolicy": choice(func(p *parser) *string { return &p.service.OOMPolicy }, "continue", "stop", "kill"),
+		"Delegate":  boolean(func(p *parser) *bool { return &p.service.Delegate }),
+	}
+}
+
+func socketDirectives() map[string]setter {
+	return map[string]setter{
+		"ListenStream": func(p *parser, v string) error {
+			if v == "" {
+				p.socket.ListenStream = nil
+				return nil
+			}
+			v, err := p.expand(v)
+			if err == nil {
+				err = checkListen(v)
+			}
+			if err != nil {
+				return err
+			}
+			p.socket.ListenStream = append(p.socket.ListenStream, v)
+			return nil
+		},
+		"FileDescriptorName": func(p *parser, v string) error {
+			v, err := p.expand(v)
+			if err != nil {
+				return err
+			}
+			if len(v) > 255 || strings.ContainsFunc(v, func(r rune) bool { return r <= ' ' || r > '~' || r == ':' }) {
+				return fmt.Errorf("%q is no descriptor name: printable ASCII without blanks and colons, at most 255 characters", v)
+			}
+			p.socket.FileDescriptorName = v
+			return nil
+		},
+		"Service": func(p *parser, v string) error {
+			v, err := p.expand(v)
+			if err == nil && v != "" {
+				if err = CheckName(v); err == nil && filepath.Ext(v) != suffixService {
+					err = fmt.Errorf("%q is no service", v)
+				}
+			}
+			p.socket.Service = v
+			return err
+		},
+		"SocketMode":    mode(func(p *parser) *uint32 { return &p.socket.SocketMode }),
+		"DirectoryMode": mode(func(p *parser) *uint32 { return &p.socket.DirectoryMode }),
+		"Backlog":       number(func(p *parser) *int { return &p.socket.Backlog }, 0, 1<<30),
+		"RemoveOnStop":  boolean(func(p *parser) *bool { return &p.socket.RemoveOnStop }),
+		"X-PassOnly":    boolean(func(p *parser) *bool { return &p.socket.PassOnly }),
+	}
 }
 
 // Makers of setters. An empty value always means: as if never set.
@@ -368,10 +382,18 @@ func checkSocketName(s string) error {
 	return nil
 }
 
-var variable = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
+// isVariable reports whether s can be a variable's name: [A-Za-z_][A-Za-z0-9_]*.
+func isVariable(s string) bool {
+	for i, c := range []byte(s) {
+		if c != '_' && (c < 'A' || c > 'Z') && (c < 'a' || c > 'z') && (i == 0 || c < '0' || c > '9') {
+			return false
+		}
+	}
+	return s != ""
+}
 
 func checkVariable(s string) error {
-	if !variable.MatchString(s) {
+	if !isVariable(s) {
 		return fmt.Errorf("%q is no variable name", s)
 	}
 	return nil
@@ -379,7 +401,7 @@ func checkVariable(s string) error {
 
 func checkAssignment(s string) error {
 	name, _, ok := strings.Cut(s, "=")
-	if !ok || !variable.MatchString(name) {
+	if !ok || !isVariable(name) {
 		return fmt.Errorf("%q is no NAME=VALUE (one with blanks is quoted as a whole: \"NAME=a b\")", s)
 	}
 	return nil

@@ -29,6 +29,9 @@ func (e *NotFound) Error() string {
 	return fmt.Sprintf("unit %s not found in %s", e.Name, strings.Join(e.Dirs, ", "))
 }
 
+// Is makes it an fs.ErrNotExist.
+func (e *NotFound) Is(target error) bool { return target == fs.ErrNotExist }
+
 // Load finds and parses a unit. The directories are in rising priority: a file in a
 // later one replaces the file of the same name in an earlier one, a drop-in adds to
 // it. An instance ("job@7.service") is read from its own file if there is one, else

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
-	"regexp"
 	"strings"
 
 	"mypr/supervisor/spec"
@@ -26,12 +25,15 @@ const (
 	suffixTarget  = ".target"
 )
 
-// nameRule is systemd's set of characters.
-var nameRule = regexp.MustCompile(`^[A-Za-z0-9:_.\\-]+(@[A-Za-z0-9:_.\\@-]*)?\.(service|socket|target)$`)
-
-// CheckName reports whether name can be a unit's name.
+// CheckName reports whether name can be a unit's name. The characters are systemd's.
 func CheckName(name string) error {
-	if len(name) > 255 || !nameRule.MatchString(name) {
+	ext := filepath.Ext(name)
+	prefix, instance, _ := strings.Cut(strings.TrimSuffix(name, ext), "@")
+	other := func(c rune) bool {
+		return (c < '0' || c > '9') && (c < 'A' || c > 'Z') && (c < 'a' || c > 'z') && !strings.ContainsRune(`:_.\-`, c)
+	}
+	if len(name) > 255 || ext != suffixService && ext != suffixSocket && ext != suffixTarget ||
+		prefix == "" || strings.ContainsFunc(prefix, other) || strings.ContainsFunc(strings.ReplaceAll(instance, "@", ""), other) {
 		return fmt.Errorf("%q is no unit name: it is made of letters, digits and :_.\\-@, has at most 255 characters and ends in .service, .socket or .target", name)
 	}
 	return nil
@@ -45,17 +47,17 @@ func Parse(name string, files []File, opts Options) (*spec.Unit, []string, error
 		return nil, nil, err
 	}
 	p := &parser{name: name, opts: opts, unit: &spec.Unit{Name: name}, at: map[string]assignment{}}
-	sections := map[string]map[string]setter{"Unit": unitDirectives, "Install": installDirectives}
+	sections := map[string]map[string]setter{"Unit": directives()["Unit"], "Install": directives()["Install"]}
 	switch filepath.Ext(name) {
 	case suffixService:
 		p.service = &spec.Service{}
 		p.unit.Service = p.service
-		sections["Service"] = serviceDirectives
+		sections["Service"] = directives()["Service"]
 		p.unit.StartLimitInterval, p.unit.StartLimitBurst = defaultStartLimitInterval, defaultStartLimitBurst
 	case suffixSocket:
 		p.socket = &spec.Socket{}
 		p.unit.Socket = p.socket
-		sections["Socket"] = socketDirectives
+		sections["Socket"] = directives()["Socket"]
 	}
 	for _, f := range files {
 		p.unit.Source = append(p.unit.Source, f.Path)
@@ -65,7 +67,7 @@ func Parse(name string, files []File, opts Options) (*spec.Unit, []string, error
 		}
 		unknown := map[string]bool{} // section headers warned about
 		for _, a := range list {
-			directives, ok := sections[a.section]
+			keys, ok := sections[a.section]
 			if !ok {
 				if !strings.HasPrefix(a.section, "X-") && !unknown[a.section] {
 					unknown[a.section] = true
@@ -73,7 +75,7 @@ func Parse(name string, files []File, opts Options) (*spec.Unit, []string, error
 				}
 				continue
 			}
-			set, ok := directives[a.key]
+			set, ok := keys[a.key]
 			if !ok {
 				if !strings.HasPrefix(a.key, "X-") {
 					p.warn(a, "unknown key %s= in section [%s], ignored", a.key, a.section)

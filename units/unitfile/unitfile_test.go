@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"flag"
+	"io/fs"
 	"math"
 	"os"
 	"path/filepath"
@@ -122,7 +123,7 @@ func TestDirectivesAreDocumented(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, table := range []map[string]setter{unitDirectives, installDirectives, serviceDirectives, socketDirectives} {
+	for _, table := range directives() {
 		for key := range table {
 			if !strings.Contains(string(b), "`"+key+"=`") {
 				t.Errorf("docs/units.md does not mention `%s=`", key)
@@ -249,7 +250,12 @@ func TestHardErrors(t *testing.T) {
 			t.Errorf("%.80q: error %v, want %q", text, err, want)
 		}
 	}
-	for _, name := range []string{"", "a", "a.mount", "a/b.service", ".service", "@x.service", "a b.service", strings.Repeat("a", 250) + ".service"} {
+	for _, name := range []string{"a.service", "A-b_c.9:x@i@j-\\x2d.socket", "a@.service", "a.b.target"} {
+		if err := CheckName(name); err != nil {
+			t.Errorf("%q: %v", name, err)
+		}
+	}
+	for _, name := range []string{"", "a", "a@b c.service", "é.service", "a.mount", "a/b.service", ".service", "@x.service", "a b.service", strings.Repeat("a", 250) + ".service"} {
 		if _, _, err := Parse(name, nil, testOptions); err == nil {
 			t.Errorf("the name %q was accepted", name)
 		}
@@ -550,6 +556,9 @@ func TestLoadPriorities(t *testing.T) {
 		if _, _, err := Load(dirs, name, testOptions); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: error %v, want %q", name, err, want)
 		}
+	}
+	if _, _, err := Load(dirs, "none.service", testOptions); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a unit without a file: %v", err)
 	}
 	names, err := Names(dirs)
 	if want := []string{"a-b-c.service", "job@special.service", "only-low.service"}; err != nil || !slices.Equal(names, want) {

@@ -27,17 +27,30 @@ func parseBool(s string) (bool, error) {
 	return false, fmt.Errorf("%q is neither yes nor no", s)
 }
 
-// Units of systemd.time(7). A month is 30.44 days and a year 365.25, as there.
-var timeUnits = map[string]time.Duration{
-	"usec": time.Microsecond, "us": time.Microsecond, "µs": time.Microsecond, "μs": time.Microsecond,
-	"msec": time.Millisecond, "ms": time.Millisecond,
-	"seconds": time.Second, "second": time.Second, "sec": time.Second, "s": time.Second, "": time.Second,
-	"minutes": time.Minute, "minute": time.Minute, "min": time.Minute, "m": time.Minute,
-	"hours": time.Hour, "hour": time.Hour, "hr": time.Hour, "h": time.Hour,
-	"days": day, "day": day, "d": day,
-	"weeks": 7 * day, "week": 7 * day, "w": 7 * day,
-	"months": 2629800 * time.Second, "month": 2629800 * time.Second, "M": 2629800 * time.Second,
-	"years": 31557600 * time.Second, "year": 31557600 * time.Second, "y": 31557600 * time.Second,
+// timeUnit is a unit of systemd.time(7); no unit means seconds. A month is 30.44 days
+// and a year 365.25, as there.
+func timeUnit(name string) (time.Duration, bool) {
+	switch name {
+	case "usec", "us", "µs", "μs":
+		return time.Microsecond, true
+	case "msec", "ms":
+		return time.Millisecond, true
+	case "", "seconds", "second", "sec", "s":
+		return time.Second, true
+	case "minutes", "minute", "min", "m":
+		return time.Minute, true
+	case "hours", "hour", "hr", "h":
+		return time.Hour, true
+	case "days", "day", "d":
+		return day, true
+	case "weeks", "week", "w":
+		return 7 * day, true
+	case "months", "month", "M":
+		return 2629800 * time.Second, true
+	case "years", "year", "y":
+		return 31557600 * time.Second, true
+	}
+	return 0, false
 }
 
 const day = 24 * time.Hour
@@ -63,7 +76,7 @@ func parseSpan(s string) (time.Duration, error) {
 		if i := strings.IndexFunc(rest, func(r rune) bool { return !unicode.IsLetter(r) }); i >= 0 {
 			name = rest[:i]
 		}
-		unit, ok := timeUnits[name]
+		unit, ok := timeUnit(name)
 		if !ok {
 			return bad("unknown unit " + strconv.Quote(name))
 		}
@@ -257,11 +270,14 @@ func parseSignal(s string) (int, error) {
 	return 0, fmt.Errorf("unknown signal %q", s)
 }
 
-// Names of exit statuses, from systemd.exec(5), "Process Exit Codes": libc, LSB and BSD.
-var exitNames = map[string]int{
-	"SUCCESS": 0, "FAILURE": 1, "INVALIDARGUMENT": 2, "NOTIMPLEMENTED": 3, "NOPERMISSION": 4, "NOTINSTALLED": 5, "NOTCONFIGURED": 6, "NOTRUNNING": 7,
-	"USAGE": 64, "DATAERR": 65, "NOINPUT": 66, "NOUSER": 67, "NOHOST": 68, "UNAVAILABLE": 69, "SOFTWARE": 70, "OSERR": 71, "OSFILE": 72,
-	"CANTCREAT": 73, "IOERR": 74, "TEMPFAIL": 75, "PROTOCOL": 76, "NOPERM": 77, "CONFIG": 78,
+// exitName is an exit status by its name in systemd.exec(5), "Process Exit Codes":
+// those of libc, LSB and BSD.
+func exitName(s string) (int, bool) {
+	if i := slices.Index([]string{"SUCCESS", "FAILURE", "INVALIDARGUMENT", "NOTIMPLEMENTED", "NOPERMISSION", "NOTINSTALLED", "NOTCONFIGURED", "NOTRUNNING"}, s); i >= 0 {
+		return i, true
+	}
+	i := slices.Index([]string{"USAGE", "DATAERR", "NOINPUT", "NOUSER", "NOHOST", "UNAVAILABLE", "SOFTWARE", "OSERR", "OSFILE", "CANTCREAT", "IOERR", "TEMPFAIL", "PROTOCOL", "NOPERM", "CONFIG"}, s)
+	return 64 + i, i >= 0
 }
 
 func addExitStatus(set *spec.ExitStatusSet, s string) error {
@@ -272,7 +288,7 @@ func addExitStatus(set *spec.ExitStatusSet, s string) error {
 		add(&set.Codes, n)
 		return nil
 	}
-	if n, ok := exitNames[s]; ok {
+	if n, ok := exitName(s); ok {
 		add(&set.Codes, n)
 		return nil
 	}
