@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any
 
+    from .buffer import Buffer
+
 # States of a cell. Live ones are named as in hello, the others as in the state event.
 QUEUED = "queued"
 RUNNING = "running"
@@ -20,6 +22,7 @@ TOP_LEVEL_AWAIT = 0x2000
 CO_COROUTINE = 0x80
 
 SOURCES_CHARS = 16 << 20  # source text kept for tracebacks through functions of old cells
+SOURCE_COST = 500  # characters that each text counts for on top
 
 current: ContextVar[Cell | None] = ContextVar("mypr_cell", default=None)
 
@@ -28,7 +31,8 @@ class Cell:
     """One execution. Everything that it starts carries it in the ``current`` variable.
 
     Child tasks and threads may hold it long after its end, so ``release`` leaves only
-    what identifies it. ``output``, ``truncated`` and ``ended`` are the outbox's.
+    what identifies it. ``output``, ``truncated`` and ``ended`` are the outbox's, ``sink`` is
+    its handle's copy of what it prints.
     """
 
     __slots__ = (
@@ -42,10 +46,14 @@ class Cell:
         "interrupted",
         "output",
         "reason",
+        "sink",
         "state",
         "task",
         "truncated",
     )
+
+    detached = False  # True for a task, which runs from its birth on
+    hidden = False  # True for a task that nobody else is told of: only the sink gets its output
 
     def __init__(self, exec_id: str, code: str, client_id: str, connection_id: str) -> None:
         self.exec_id = exec_id
@@ -60,6 +68,7 @@ class Cell:
         self.output = 0  # bytes
         self.truncated = False
         self.ended = False  # its terminal event was put
+        self.sink: Buffer | None = None
 
     def release(self) -> None:
         self.code = ""
@@ -79,6 +88,15 @@ class Program:
         self.last = last
         self.silent = silent
         self.is_async = any(c is not None and c.co_flags & CO_COROUTINE for c in (body, last))
+
+    def defines(self) -> bool:
+        """Whether functions, classes or the like may outlive the cell."""
+        for code in (self.body, self.last):
+            if code is not None:
+                for const in code.co_consts:
+                    if type(const) is type(code):
+                        return True
+        return False
 
 
 def compile_cell(code: str, filename: str) -> Program:
@@ -148,7 +166,7 @@ class Sources:
     def add(self, filename: str, code: str) -> None:
         self.drop(filename)
         self._texts[filename] = code
-        self._chars += len(code)
+        self._chars += len(code) + SOURCE_COST
         while self._chars > SOURCES_CHARS and len(self._texts) > 1:
             self.drop(next(iter(self._texts)))
         if "linecache" in sys.modules:
@@ -157,7 +175,7 @@ class Sources:
     def drop(self, filename: str) -> None:
         text = self._texts.pop(filename, None)
         if text is not None:
-            self._chars -= len(text)
+            self._chars -= len(text) + SOURCE_COST
             if "linecache" in sys.modules:
                 sys.modules["linecache"].cache.pop(filename, None)
 
@@ -171,14 +189,3 @@ class Sources:
         lines = [line + "\n" for line in code.split("\n")]
         # No modification time: linecache then never looks for such a file.
         sys.modules["linecache"].cache[filename] = (len(code), None, lines, filename)
-
-
-def defines_something(program: Program) -> bool:
-    """Whether functions, classes or the like may outlive the cell."""
-    code_type = type(compile_cell.__code__)
-    return any(
-        isinstance(const, code_type)
-        for code in (program.body, program.last)
-        if code is not None
-        for const in code.co_consts
-    )

@@ -65,6 +65,8 @@ class Displays:
     ) -> None:
         """Display an object in the running cell."""
         cell = current.get()
+        if result and isinstance(value, DisplayHandle):
+            return  # of a display() that is the cell's last expression
         if cell is not None and not cell.ended and not cell.truncated:
             self.publish(cell, self._bundle(cell, value), result, display_id, update)
         elif cell is None or cell.ended:

@@ -461,12 +461,14 @@ class CellHandle(LocalHandle):
 
     kind = "cell"
 
-    def __init__(self, cell: Cell, generation: str, limit: int) -> None:
+    def __init__(self, cell: Cell, generation: str, limit: int, dequeue: Callable[[Cell], bool]) -> None:
         super().__init__(cell.exec_id, cell, generation, limit)
+        self._dequeue = dequeue
 
     def _stop(self, cell: Cell) -> None:
-        cell.reason = cell.reason or "cancelled by another cell"
-        super()._stop(cell)
+        if not self._dequeue(cell):
+            cell.reason = cell.reason or "cancelled by another cell"
+            super()._stop(cell)
 
 
 class HistoricalHandle(Handle):
@@ -507,7 +509,8 @@ class HistoricalHandle(Handle):
 
     def result(self) -> NoReturn:
         raise ResultUnavailable(
-            f"{self.id} belongs to an earlier kernel or was forgotten: its output and status are saved, its value is not"
+            f"{self.id} belongs to an earlier kernel or was forgotten: "
+            "its output and status are saved, its value is not"
         )
 
     async def cancel(self) -> bool:

@@ -64,9 +64,10 @@ def leave() -> None:
     _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
 
 
-def wait(gate: Any) -> None:
-    """Acquire a lock. On the main thread an interrupt may end the wait."""
-    gate.acquire()
+def wait(gate: Any, timeout: float = -1) -> bool:
+    """Acquire a lock. On the main thread an interrupt may end the wait. False: it took too long."""
+    acquired: bool = gate.acquire(timeout=timeout)
+    return acquired
 
 
 def pass_on() -> None:

@@ -201,7 +201,7 @@ class Kernel:
     def take_inbox(self) -> bool:
         """Handle what the I/O thread passed on. Whether there was a cell."""
         cells = False
-        while self.inbox:
+        while self.inbox and self._exit is None:
             kind, value = self.inbox.popleft()
             if kind == "execute":
                 cells = True
@@ -251,6 +251,7 @@ class Kernel:
     # -- cells -----------------------------------------------------------------
 
     def _submit(self, cell: Cell) -> None:
+        self.tasks.submitted(cell)
         context = copy_context()
         context.run(current.set, cell)
         if self.loop is None:
@@ -292,21 +293,25 @@ class Kernel:
     async def run_cell(self, cell: Cell, program: Program | None) -> None:
         """The whole life of a cell. Ends in exactly one terminal event; raises nothing."""
         with self.outbox.lock:
-            begins = cell.state == QUEUED
+            begins = cell.state == QUEUED and self._exit is None
             if begins:
                 cell.state = RUNNING
-        if not begins:
-            return  # an interrupt took it out of the queue
+        if not begins:  # an interrupt took it out of the queue
+            self.tasks.dequeued(cell)
+            return
         interrupts.install()
         self.link.settle()
         self.running.append(cell)
+        self.tasks.began(cell)
         self.outbox.state(cell, {"event": "state", "state": RUNNING}, False)
         fields: dict[str, Any]
+        result: Any = None
+        failure: BaseException | None = None
         try:
             if program is None:
                 program = await self._compile(cell)
             else:
-                self._keep_source(cell, cell.code, program)
+                self.sources.add(cell.filename, cell.code)
             shell = self.shell
             if shell is not None:
                 shell.before(cell)
@@ -320,6 +325,7 @@ class Kernel:
                 value = eval(program.last, self.namespace)
                 if program.last.co_flags & 0x80:
                     value = await value
+                result = value
                 if value is not None and not program.silent:
                     self._remember(value)
                     self.displays.show(value, result=True)
@@ -331,14 +337,16 @@ class Kernel:
             fields = {"state": "succeeded"}
         except BaseException as e:
             cell.state = ENDING
-            if isinstance(e, GeneratorExit):
-                raise
+            failure = e
             fields = self._failure(cell, e)
         if os.getpid() != self.pid:
             os._exit(0)  # a forked child came out of the cell's code
+        if program is not None and not program.defines():
+            self.sources.drop(cell.filename)
         self._c_streams.flush()
         self.link.settle()
         cell.state = fields["state"]
+        self.tasks.ended(cell, fields, result, failure)
         self.outbox.state(cell, {"event": "state", **fields}, True)
         self.running.remove(cell)
         cell.release()
@@ -349,11 +357,11 @@ class Kernel:
         except SyntaxError as e:
             translated = await self._translate(cell, e)
             program = compile_cell(translated, cell.filename)
-            self._keep_source(cell, translated, program)
+            self.sources.add(cell.filename, translated)
             return program
         if "get_ipython" in cell.code:
             await self._wait_for_ipython()
-        self._keep_source(cell, cell.code, program)
+        self.sources.add(cell.filename, cell.code)
         return program
 
     async def _translate(self, cell: Cell, error: SyntaxError) -> str:
@@ -379,9 +387,6 @@ class Kernel:
             if dedented != code:
                 return dedented
         raise error
-
-    def _keep_source(self, cell: Cell, code: str, program: Program) -> None:
-        self.sources.add(cell.filename, code)
 
     def _remember(self, value: object) -> None:
         """``_`` is the last result shown, unless a cell has made the name its own."""
@@ -417,7 +422,8 @@ class Kernel:
             text = (
                 f"{fields.get('error', '')}\n(the traceback cannot be shown: {errors.summary(e)['error']})\n"
             )
-        self.outbox.event(cell, {"event": "error", "text": text}, len(text))
+        # Bounded, so it need not wait for room: an interrupt must end the cell now.
+        self.outbox.event(cell, {"event": "error", "text": text}, len(text), wait=False)
         return fields
 
     def _show_figures(self, cell: Cell) -> None:
@@ -438,7 +444,11 @@ class Kernel:
         cell.task.cancel()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._deliver("exit", 0)
+        if self._exit is None:
+            self._exit = 0
+        if self.loop is not None:
+            self.loop.stop()
+        self._wake_main()
         cell = current.get()
         if cell is not None and cell.state == RUNNING and interrupts.interruptible(frame):
             raise interrupts.Stopping
@@ -447,14 +457,12 @@ class Kernel:
         """The orderly end: cells are cancelled, their events delivered, atexit run."""
         loop = self.loop
         status = self._exit or 0
-        for kind, value in self.inbox:
-            if kind == "execute":
-                self._cancelled(value)
         tasks = [c.task for c in self.running if c.task is not None]
         for cell in self.running:
             cell.reason = "the kernel was told to stop"
         for task in tasks:
             task.cancel()
+        tasks += self.tasks.leave()
         if tasks and loop is not None:
             import asyncio
 
@@ -462,7 +470,7 @@ class Kernel:
                 loop.run_until_complete(asyncio.wait(tasks, timeout=STOP_WITHIN))
             except BaseException:
                 pass
-        for cell in list(self.running):
+        for cell in (*self.link.live(), *self.tasks.left()):
             self._cancelled(cell)
         if status == 0:
             self.link.finish(STOP_WITHIN)
@@ -573,6 +581,7 @@ class Kernel:
             self.log.line(errors.traceback_text(e))
         if sys.getswitchinterval() == LOADING_SWITCH_INTERVAL:
             sys.setswitchinterval(interval)
+        self._router.own_threads.discard(get_ident())
         self._deliver("ipython", (shell, reason))
 
     async def _wait_for_ipython(self) -> None:

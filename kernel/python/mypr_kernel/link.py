@@ -40,7 +40,7 @@ RECONNECT_FIRST, RECONNECT_MAX = 0.05, 5.0  # seconds
 LINGER = 0.001  # seconds: how long output waits for more of it
 BATCH = 256 << 10  # bytes joined for one send
 RECEIVE = 64 << 10  # bytes; from 128 KiB on malloc maps and unmaps pages for each buffer
-ANSWER_WITHIN = 0.15  # seconds from an interrupt to "pending"
+ANSWER_WITHIN = 0.5  # seconds from an interrupt to "pending"
 RESEND_EVERY = 0.05  # seconds between signals to a cell that still holds the loop
 RESEND_FOR = 1.0  # seconds
 REPEATED_SIGNALS = 20  # KeyboardInterrupts that a second request for the same cell may raise
@@ -61,12 +61,14 @@ class Frame:
 class Call:
     """A request of ``ws`` that has no answer yet."""
 
-    __slots__ = ("idempotent", "line", "sent")
+    __slots__ = ("answer", "gate", "idempotent", "line", "sent")
 
-    def __init__(self, line: bytes, idempotent: bool) -> None:
+    def __init__(self, line: bytes, idempotent: bool, gate: Any) -> None:
         self.line = line
         self.idempotent = idempotent
         self.sent = False
+        self.gate = gate  # a held lock that somebody waits for; None: the main thread's loop does
+        self.answer: dict[str, Any] = {}  # the message, for who waits at the gate
 
 
 class Link:
@@ -94,6 +96,7 @@ class Link:
         self.path = path
         self.main_thread = main_thread
         self.finished = False  # everything was acknowledged after finish()
+        self.limits: dict[str, Any] = {}  # of the last welcome; replaced as a whole
         self._hello = hello
         self._post = post
         self._wake_main = wake_main
@@ -127,7 +130,7 @@ class Link:
         self._tries: dict[str, int] = {}  # exec id -> interrupts so far
 
         self._epoll = select.epoll()
-        self._pipes = select.poll()  # the captured pipes alone
+        self._pipes = select.epoll()  # the captured pipes alone; asked by the main thread too
         self._paused = False  # the captured pipes are not read: the ring is full
         self._reconnect_at = 0.0  # monotonic; 0.0 for never
         self._reconnect_delay = RECONNECT_FIRST
@@ -139,11 +142,15 @@ class Link:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         for fd in self._captured:
             self._epoll.register(fd, select.EPOLLIN)
-            self._pipes.register(fd, select.POLLIN)
+            self._pipes.register(fd, select.EPOLLIN)
         self._turn.tell_busy = True
         # Not threading.Thread: importing that costs 2 ms, and imported first here it
         # would take this thread for the main one (before Python 3.13).
         start_new_thread(self._main, ())
+
+    def live(self) -> list[Cell]:
+        """The cells that have not ended, begun or not."""
+        return list(self._cells.values())
 
     def finish(self, seconds: float) -> bool:
         """Wait until everything put so far is acknowledged. Called by the main thread."""
@@ -153,12 +160,14 @@ class Link:
         os.eventfd_write(self._wake_fd, 1)
         return done.acquire(timeout=seconds)
 
-    def call(self, ident: int, fields: dict[str, Any], idempotent: bool) -> None:
+    def call(self, ident: int, fields: dict[str, Any], idempotent: bool, gate: Any = None) -> Call:
         """Send a request of ``ws``; TypeError or ValueError when it is not JSON or too long."""
         line = wire.encode(fields)
         if len(line) > wire.MAX_LINE:
             raise ValueError(f"{fields['method']}: the parameters are over the limit of 32 MiB")
-        self._outbox.message({"type": "call", "id": ident, "call": Call(line, idempotent)})
+        call = Call(line, idempotent, gate)
+        self._outbox.message({"type": "call", "id": ident, "call": call})
+        return call
 
     def cancel_call(self, ident: int) -> None:
         """Nobody waits for that answer any more."""
@@ -167,7 +176,7 @@ class Link:
     def settle(self) -> None:
         """See to it that what was written to fd 1 and 2 until now goes to the cells that
         run now. The main thread calls it before that changes: the I/O thread lags behind."""
-        if self._pipes.poll(0):
+        if self._pipes.poll(0, 2):
             done = allocate_lock()
             done.acquire()
             self._outbox.message({"type": "settle", "done": done})
@@ -189,11 +198,11 @@ class Link:
 
     def _turn_once(self) -> None:
         self._frame_all()
+        self._watch()
         self._send()
         if self._done is not None and (not self._events or self._socket is None):
             done, self._done = self._done, None
             done.release()
-        self._watch()
         self._pause_captured(self._outbox.full())
         linger, self._linger = self._linger, False
         if not self._outbox.sleep(linger):
@@ -212,8 +221,7 @@ class Link:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             elif fd in self._captured:
-                self._frame_all()  # who runs: the main thread is ahead
-                self._read_captured(self._captured[fd])
+                self._read_pipes()
             elif self._socket is not None and fd == self._socket.fileno():
                 if mask & select.EPOLLOUT:
                     self._writable = True
@@ -366,7 +374,9 @@ class Link:
 
     # -- framing ---------------------------------------------------------------
 
-    def _frame_all(self) -> None:
+    def _frame_all(self) -> bool:
+        """Frame what was put. Whether the main thread was held up meanwhile (``settle``)."""
+        settled = False
         for item in self._outbox.take():
             if type(item) is Chunk:
                 self._linger = True
@@ -374,7 +384,9 @@ class Link:
             elif type(item) is Event:
                 self._frame_event(item)
             elif type(item) is Message:
+                settled |= item.fields["type"] == "settle"
                 self._frame_message(item.fields)
+        return settled
 
     def _frame_chunk(self, chunk: Chunk) -> None:
         text = "".join(chunk.parts)
@@ -392,6 +404,9 @@ class Link:
     def _frame_event(self, event: Event) -> None:
         cell, fields = event.cell, event.fields
         state = fields.get("state")
+        if fields["event"] == "task":
+            self._cells[cell.exec_id] = cell
+            self._seen.add(cell.exec_id)
         if state in TERMINAL:
             self._finish_captured(cell)
         ring = self._append(cell, event.time, fields)
@@ -423,8 +438,7 @@ class Link:
                 call.sent = True
                 self._queue.append(call.line)
         elif fields["type"] == "settle":
-            for fd, _ in self._pipes.poll(0):
-                self._read_captured(self._captured[fd])
+            self._drain_pipes()
             fields["done"].release()
         elif fields["type"] == "cancel_call":
             call = self._calls.pop(fields["id"], None)
@@ -438,6 +452,20 @@ class Link:
             self._queue.append(wire.encode(fields))
 
     # -- captured descriptors --------------------------------------------------
+
+    def _read_pipes(self) -> None:
+        """Read what is there, for the cells that run now: the main thread is ahead of this
+        one, but it waits (``settle``) before it begins or ends a cell while something is
+        in the pipes. So with something in them, all it has put is framed first; if it was
+        waiting, it has gone on since, and it is a new situation."""
+        while self._pipes.poll(0, 2):
+            if not self._frame_all():
+                self._drain_pipes()
+                return
+
+    def _drain_pipes(self) -> None:
+        for fd, _ in self._pipes.poll(0, 2):
+            self._read_captured(self._captured[fd])
 
     def _read_captured(self, captured: Captured) -> None:
         text = captured.read()
@@ -463,6 +491,8 @@ class Link:
             return
         cell = self._running[0]
         text, over = self._outbox.admit(cell, text)
+        if cell.sink is not None:
+            cell.sink.put(stream, text)
         now = time.time()
         ring = self._append_stream(cell, now, stream, text, {"raw": True})
         if over:
@@ -504,7 +534,7 @@ class Link:
             first_seq=first,
             next_seq=self._next_seq,
             cells=[
-                {"exec_id": c.exec_id, "state": RUNNING if c in self._running else QUEUED}
+                {"exec_id": c.exec_id, "state": RUNNING if c.detached or c in self._running else QUEUED}
                 for c in self._cells.values()
             ],
             seen=list(self._seen),
@@ -585,14 +615,15 @@ class Link:
         if kind == "execute":
             self._execute(message)
         elif kind == "ack":
-            self._acknowledge(message["seq"])
+            self._acknowledge(int(message["seq"]))
         elif kind == "ping":
             self._once({"type": "pong", "id": message["id"]})
         elif kind == "interrupt":
             self._interrupt(message["id"], message.get("exec_id"))
         elif kind == "call_result":
-            if self._calls.pop(message["id"], None) is not None:
-                self._deliver("result", (message["id"], message))
+            call = self._calls.pop(message["id"], None)
+            if call is not None:
+                self._answered(message["id"], call, message)
         elif kind == "welcome":
             self._welcome(message)
         elif kind == "reject":
@@ -618,10 +649,10 @@ class Link:
             self._log.line(f"the manager speaks protocol {message['protocol']}, this kernel {wire.PROTOCOL}")
             self._deliver("exit", 3)
             return
-        limits = message.get("limits") or {}
+        self.limits = limits = message.get("limits") or {}
         self._outbox.output_bytes = limits.get("output_bytes") or self._outbox.output_bytes
         self._outbox.event_chars = limits.get("event_chars") or self._outbox.event_chars
-        self._acknowledge(message["ack"])
+        self._acknowledge(int(message["ack"]))
         self._welcomed = True
         self._queue.extend(frame.line for frame in self._events)
         self._say_blocked()
@@ -630,13 +661,20 @@ class Link:
                 del self._calls[ident]
                 error = {
                     "code": "outcome_unknown",
-                    "message": "the manager ended before it answered; the request may have been carried out or not",
+                    "message": "the manager ended before it answered; the request may have been carried out",
                     "hint": "look at the state of things before repeating it",
                 }
-                self._deliver("result", (ident, {"error": error}))
+                self._answered(ident, call, {"error": error})
             else:
                 call.sent = True
                 self._queue.append(call.line)
+
+    def _answered(self, ident: int, call: Call, message: dict[str, Any]) -> None:
+        if call.gate is None:
+            self._deliver("result", (ident, message))
+        else:
+            call.answer = message
+            call.gate.release()
 
     def _acknowledge(self, seq: int) -> None:
         freed = 0

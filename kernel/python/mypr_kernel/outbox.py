@@ -122,14 +122,14 @@ class Outbox:
                 eventfd_write(self._wake_fd, 1)
         return True
 
-    def event(self, cell: Cell, fields: dict[str, Any], size: int = 0) -> bool:
+    def event(self, cell: Cell, fields: dict[str, Any], size: int = 0, wait: bool = True) -> bool:
         """Put output that is not a stream: display, error, warning.
 
         ``size`` is its share of the run's limit, in bytes, text and files together. False
         when the cell is over or its limit does not allow it (which is then marked).
-        Waits while the ring is full.
+        Waits while the ring is full, unless ``wait`` is false.
         """
-        if self._pending + self._ring >= RING_BYTES:
+        if wait and self._pending + self._ring >= RING_BYTES:
             self.wait()
         with self.lock:
             if cell.ended or cell.truncated:
@@ -149,6 +149,11 @@ class Outbox:
                 return
             cell.ended = ended
             self._put(Event(cell, fields, 200))
+
+    def task(self, cell: Cell, fields: dict[str, Any]) -> None:
+        """Put the beginning of a detached task; never waits."""
+        with self.lock:
+            self._put(Event(cell, {"event": "task", "task": fields}, 300))
 
     def message(self, fields: dict[str, Any]) -> None:
         """Put a message that is sent once."""

@@ -83,8 +83,8 @@ class Output(io.TextIOBase):
             cell = current.get()
             if cell is None or self._forked:
                 self._write_elsewhere(text)
-            elif not self._put(cell, self._stream, text):
-                self._router.log.write(text)
+            else:
+                self._write_to(cell, text)
             if interrupts.missed:
                 interrupts.pass_on()
         return len(text)
@@ -96,7 +96,16 @@ class Output(io.TextIOBase):
                 data = data[os.write(self._fd, data) :]
             return
         cell = self._router.of_thread()
-        if cell is None or not self._put(cell, self._stream, text):
+        if cell is None:
+            self._router.log.write(text)
+        else:
+            self._write_to(cell, text)
+
+    def _write_to(self, cell: Cell, text: str) -> None:
+        sink = cell.sink
+        if sink is not None:
+            sink.put(self._stream, text)
+        if not cell.hidden and not self._put(cell, self._stream, text):
             self._router.log.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:  # type: ignore[override]

@@ -10,11 +10,12 @@ import time
 
 from . import errors
 from .calls import RPCError
-from .cells import RUNNING, Cell, current
+from .cells import QUEUED, RUNNING, Cell, current
 from .handles import CellHandle, Handle, HistoricalHandle, LocalHandle, NotReady, ResultUnavailable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from builtins import list as List
     from collections.abc import Awaitable
     from typing import Any
 
@@ -26,12 +27,15 @@ __all__ = ["NotReady", "ResultUnavailable", "Tasks"]
 DEFAULT_COMPLETED = 128
 CACHE_BYTES = 16 << 20  # output of completed cells and tasks that stays in memory
 MAX_ID = 256
+MAX_JOBS = 1024  # handles of jobs kept here, beside all that run
 
 
 class Task(Cell):
     """Who prints in a task. It runs from its birth on."""
 
     __slots__ = ("hidden",)
+
+    detached = True
 
     def __init__(self, exec_id: str, parent: Cell | None, hidden: bool) -> None:
         client, connection = (parent.client_id, parent.connection_id) if parent is not None else ("", "")
@@ -71,7 +75,6 @@ class Tasks:
         self._next = 0
         self._completed: list[Handle] = []  # oldest first
         self._cached = 0  # bytes of output in them
-        self._limit = DEFAULT_COMPLETED
         self._jobs: dict[str, Job] = {}
         self._refused = ""  # why no task may start now
 
@@ -131,20 +134,21 @@ class Tasks:
         name = f"task {task_id}"
         coroutine = self._run(handle, task, awaitable)
         task.task = context.run(loop.create_task, coroutine, name=name)
+        task.task.add_done_callback(lambda _: self._never_began(handle, task, awaitable))
         return handle
 
-    def list(self, client_id: str | None = None) -> list[dict[str, Any]]:
+    def list(self, client_id: str | None = None) -> List[dict[str, Any]]:
         """The status of every visible handle that this kernel keeps, oldest first.
 
         ``client_id`` leaves only those that this client started. Completed ones are kept
         up to the limit ``completed_tasks``; ``attach`` and ``ws.history`` know older ones.
         """
         statuses = [h.status() for h in self._handles.values() if self._listed(h)]
-        statuses += [job.status() for job in self._fetch_jobs({})]
+        statuses += [job._known() for job in self._fetch_jobs({})]
         statuses.sort(key=lambda s: s.get("created_at", 0.0))
         return [s for s in statuses if client_id is None or s["client_id"] == client_id]
 
-    def active(self) -> list[Handle]:
+    def active(self) -> List[Handle]:
         """The handles of what has not ended, oldest first. The calling cell is one of them."""
         handles: list[tuple[float, Handle]] = [
             (h.created_at, h)
@@ -186,14 +190,9 @@ class Tasks:
 
     # -- what the kernel calls -------------------------------------------------
 
-    def welcomed(self, limits: dict[str, Any]) -> None:
-        """The manager said what may be kept."""
-        self._limit = limits.get("completed_tasks") or self._limit
-        self._trim()
-
     def submitted(self, cell: Cell) -> None:
         """A cell came."""
-        handle = CellHandle(cell, self._generation, self._kernel.outbox.output_bytes)
+        handle = CellHandle(cell, self._generation, self._kernel.outbox.output_bytes, self._dequeue)
         cell.sink = handle.buffer
         self._handles[cell.exec_id] = handle
 
@@ -214,6 +213,32 @@ class Tasks:
             handle._finish(fields["state"], value, error, fields.get("error", ""))
             self._complete(handle)
 
+    def _dequeue(self, cell: Cell) -> bool:
+        """Cancel a cell that has not begun; False if it has."""
+        outbox = self._kernel.outbox
+        with outbox.lock:
+            queued = cell.state == QUEUED
+            if queued:
+                cell.state = "cancelled"
+        if queued:
+            message = "cancelled by another cell before it began"
+            info = {"code": "cancelled", "message": message}
+            fields = {"state": "cancelled", "error": f"CancelledError: {message}", "error_info": info}
+            outbox.state(cell, {"event": "state", **fields}, True)
+            self.ended(cell, fields, None, None)
+        return queued
+
+    def dequeued(self, cell: Cell) -> None:
+        """A cell was taken out of the queue by an interrupt."""
+        handle = self._handles.get(cell.exec_id)
+        if isinstance(handle, LocalHandle) and not handle.done:
+            error = "CancelledError: interrupted on request before it began"
+            self.ended(cell, {"state": "cancelled", "error": error}, None, None)
+
+    def left(self) -> List[Task]:
+        """Visible tasks that have not ended, for the last words about them."""
+        return [h._cell for h in self.live() if isinstance(h._cell, Task)]
+
     def reserve(self, reason: str) -> None:
         """Refuse new tasks: the process is about to end."""
         self._refused = reason
@@ -222,11 +247,11 @@ class Tasks:
         """It goes on after all."""
         self._refused = ""
 
-    def live(self) -> list[LocalHandle]:
+    def live(self) -> List[LocalHandle]:
         """Visible tasks that have not ended."""
         return [h for h in self._handles.values() if isinstance(h, TaskHandle) and h.visible and not h.done]
 
-    def leave(self) -> list[Any]:
+    def leave(self) -> List[Any]:
         """Cancel every task, because the process ends; the asyncio tasks to wait for."""
         tasks = []
         for handle in self._handles.values():
@@ -271,16 +296,15 @@ class Tasks:
 
         value: Any = None
         error: BaseException | None = None
-        state, summary = "succeeded", ""
+        state = "succeeded"
         fields: dict[str, Any] = {}
         try:
             value = await awaitable
         except asyncio.CancelledError as e:
             state = "cancelled"
             reason = task.reason or str(e) or "it was cancelled"
-            summary = f"CancelledError: {reason}"
             fields = {
-                "error": summary,
+                "error": f"CancelledError: {reason}",
                 "error_info": {"code": "cancelled", "type": "CancelledError", "message": reason},
             }
         except BaseException as e:
@@ -288,15 +312,30 @@ class Tasks:
                 raise
             state, error = "failed", e
             fields = errors.summary(e)
-            summary = fields["error"]
             if not task.hidden:
                 text = errors.traceback_text(e)
                 self._kernel.outbox.event(task, {"event": "error", "text": text}, len(text))
-        task.state = state
+        self._conclude(handle, task, {"state": state, **fields}, value, error)
+
+    def _never_began(self, handle: TaskHandle, task: Task, awaitable: Any) -> None:
+        """It was cancelled before its first step, so ``_run`` never was."""
+        if handle.done:
+            return
+        close = getattr(awaitable, "close", None)
+        if close is not None:
+            close()
+        summary = f"CancelledError: {task.reason or 'it was cancelled'} before it began"
+        info = {"code": "cancelled", "type": "CancelledError", "message": summary}
+        self._conclude(handle, task, {"state": "cancelled", "error": summary, "error_info": info}, None, None)
+
+    def _conclude(
+        self, handle: TaskHandle, task: Task, fields: dict[str, Any], value: Any, error: BaseException | None
+    ) -> None:
+        task.state = fields["state"]
         if not task.hidden:
-            self._kernel.outbox.state(task, {"event": "state", "state": state, **fields}, True)
+            self._kernel.outbox.state(task, {"event": "state", **fields}, True)
         task.ended = True
-        handle._finish(state, value, error, summary)
+        handle._finish(fields["state"], value, error, fields.get("error", ""))
         task.release()
         self._complete(handle)
 
@@ -306,7 +345,8 @@ class Tasks:
         self._trim()
 
     def _trim(self) -> None:
-        while len(self._completed) > self._limit:
+        limit: int = self._kernel.link.limits.get("completed_tasks") or DEFAULT_COMPLETED
+        while len(self._completed) > limit:
             old = self._completed.pop(0)
             self._handles.pop(old.id, None)
             if isinstance(old, LocalHandle):
@@ -335,7 +375,7 @@ class Tasks:
                 return handle
         return None
 
-    def _fetch_jobs(self, params: dict[str, Any]) -> list[Job]:
+    def _fetch_jobs(self, params: dict[str, Any]) -> List[Job]:
         """Handles of the manager's jobs, with their present status."""
         found = self._kernel.calls.request_sync("jobs.list", {"memory": True, **params})
         jobs = [self._job(status) for status in found["jobs"]]
@@ -352,7 +392,7 @@ class Tasks:
         if job is None:
             job = Job(self._kernel.calls, status)
             self._jobs[job.id] = job
-            while len(self._jobs) > 2 * self._limit:
+            while len(self._jobs) > MAX_JOBS:
                 old = next((j for j in self._jobs.values() if j.done), None)
                 if old is None:
                     break

@@ -11,10 +11,13 @@ from .cells import Cell, current
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import Any, NoReturn
+    from typing import Any, NoReturn, TypeVar
 
     from .calls import Calls
+    from .shell import Shell
     from .tasks import Tasks
+
+    T = TypeVar("T")
 
 
 class Client:
@@ -46,6 +49,7 @@ class Workspace:
         self._locals: dict[str, dict[str, Any]] = {}
         self.client = Client()
         self.tasks = tasks
+        self._parts: dict[str, Any] = {}  # what was imported when first asked for
 
     @property
     def workspace(self) -> Path:
@@ -65,6 +69,19 @@ class Workspace:
     def local(self) -> dict[str, Any]:
         """The dictionary of the calling client. It lives as long as the kernel."""
         return self._locals.setdefault(self.client.id, {})
+
+    @property
+    def shell(self) -> Shell:
+        """Commands and their handles."""
+        from .shell import Shell
+
+        return self._part("shell", Shell, self._calls, self.tasks)
+
+    def _part(self, name: str, make: type[T], *args: Any) -> T:
+        part: T | None = self._parts.get(name)
+        if part is None:
+            self._parts[name] = part = make(*args)
+        return part
 
     async def status(self, detail: bool = False) -> dict[str, Any]:
         """The manager's view: health, generation, connections, active and queued executions."""

@@ -84,6 +84,7 @@ class Kernel:
         self.listener.settimeout(DEADLINE)
         self.log = directory / "kernel.log"
         self.messages: list[Message] = []
+        self.listeners: list[Callable[[Message], Any]] = []
         self.acked = 0
         self.changed = threading.Condition()
         self.connection: Connection | None = None
@@ -153,6 +154,8 @@ class Kernel:
                 message = None
             if message is None:
                 return
+            for listener in self.listeners:
+                listener(message)
             with self.changed:
                 self.messages.append(message)
                 self.changed.notify_all()
@@ -162,6 +165,10 @@ class Kernel:
                     connection.send({"type": "ack", "seq": self.acked})
                 except OSError:
                     return
+
+    def listen(self, listener: Callable[[Message], Any]) -> None:
+        """Call with every message that comes from now on, on the reader's thread."""
+        self.listeners.append(listener)
 
     def send(self, message: Message) -> None:
         assert self.connection is not None
@@ -207,8 +214,17 @@ class Kernel:
             timeout,
         )
 
-    def wait_text(self, exec_id: str, text: str, timeout: float = DEADLINE) -> Message:
-        return self.wait_for(lambda m: m.get("exec_id") == exec_id and text in m.get("text", ""), timeout)
+    def wait_text(self, exec_id: str, text: str) -> None:
+        """Wait until the cell's output, of all streams together, contains the text."""
+        so_far = ""
+
+        def grow(message: Message) -> bool:
+            nonlocal so_far
+            if message.get("exec_id") == exec_id:
+                so_far += message.get("text", "")
+            return text in so_far
+
+        self.wait_for(grow)
 
     def run(self, code: str, **kw: Any) -> Cell:
         """Run a cell to its end."""
@@ -228,6 +244,14 @@ class Kernel:
     def outcome(self, ident: int) -> str:
         message = self.wait_for(lambda m: m["type"] == "interrupted" and m["id"] == ident)
         return str(message["outcome"])
+
+    def process_quiet(self, seconds: float) -> None:
+        """Let time pass, which is what some tests are about. Ends early if the process does."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return
+        raise AssertionError("the kernel ended")
 
     # -- the end ---------------------------------------------------------------
 
@@ -256,7 +280,9 @@ class Cell:
     """The events of one cell."""
 
     def __init__(self, events: list[Message]) -> None:
-        self.events = events
+        # A new manager gets again what the old one had not acknowledged.
+        self.events = list({e["seq"]: e for e in events}.values())
+        events = self.events
         terminal = [e for e in events if e["event"] == "state" and e["state"] in TERMINAL]
         assert len(terminal) <= 1, terminal
         self.end = terminal[0] if terminal else {}
