@@ -104,8 +104,10 @@ func (e *env) startLines(u *spec.Unit) (*lines, control.TransientResult) {
 		}
 	}
 	e.t.Cleanup(func() { f.Close() })
-	return &lines{e.t, f, bufio.NewReader(f)}, r
+	return newLines(e.t, f), r
 }
+
+func newLines(t testing.TB, f *os.File) *lines { return &lines{t, f, bufio.NewReader(f)} }
 
 func (l *lines) next() string {
 	l.t.Helper()

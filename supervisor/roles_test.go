@@ -1,12 +1,16 @@
 package supervisor_test
 
 import (
+	"bufio"
 	"fmt"
 	"os"
+	"os/exec"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/coreos/go-systemd/v22/activation"
+	"golang.org/x/sys/unix"
 
 	"mypr/supervisor/notify"
 )
@@ -15,6 +19,73 @@ import (
 var roles = map[string]func(args []string){
 	"notify": func([]string) {
 		must(notify.Send("READY=1\nSTATUS=up"))
+		hang()
+	},
+	// stater: see the type of that name.
+	"stater": func([]string) {
+		stored := ""
+		for _, f := range activation.Files(true) {
+			b := make([]byte, 100)
+			n, _ := f.ReadAt(b, 0)
+			stored += " " + f.Name() + "=" + string(b[:max(n, 0)])
+		}
+		must(notify.Send("READY=1"))
+		if stored != "" {
+			fmt.Println("start:" + stored)
+		}
+		in := bufio.NewScanner(os.Stdin)
+		for in.Scan() {
+			verb, rest, _ := strings.Cut(in.Text(), " ")
+			switch verb {
+			case "fork": // a child that is not the main process
+				c := exec.Command("/proc/self/exe", rest)
+				c.Env = append(os.Environ(), roleVariable+"=say")
+				c.Stderr = os.Stderr
+				if err := c.Run(); err != nil {
+					fmt.Println(err)
+				}
+			case "newmain":
+				c := exec.Command("sleep", "1000")
+				if err := c.Start(); err != nil {
+					fmt.Println(err)
+				}
+				must(notify.Send(fmt.Sprintf("MAINPID=%d", c.Process.Pid)))
+			case "store":
+				name, content, _ := strings.Cut(rest, " ")
+				fd, err := unix.MemfdCreate(name, 0)
+				must(false, err)
+				f := os.NewFile(uintptr(fd), name)
+				_, err = f.WriteString(content)
+				must(false, err)
+				must(notify.Store(name, true, f))
+			case "unstore":
+				must(notify.Unstore(rest))
+			case "hangup":
+				r, w, err := os.Pipe()
+				must(false, err)
+				must(notify.Store(rest, true, r))
+				must(false, notify.Barrier(10*time.Second))
+				r.Close()
+				w.Close()
+			default:
+				must(notify.Send(strings.ReplaceAll(in.Text(), ";", "\n")))
+			}
+			must(false, notify.Barrier(10*time.Second))
+			fmt.Println("sent")
+		}
+		hang()
+	},
+	"say": func(args []string) {
+		must(notify.Send(args[0]))
+		must(false, notify.Barrier(10*time.Second))
+	},
+	// extend becomes ready after its start timeout, which it puts off.
+	"extend": func([]string) {
+		for range 5 {
+			must(notify.Send("EXTEND_TIMEOUT_USEC=200000"))
+			<-time.After(50 * time.Millisecond)
+		}
+		must(notify.Send("READY=1"))
 		hang()
 	},
 	// serve answers every connection on every socket it was given with its pid and the names.

@@ -441,6 +441,8 @@ func (u *unit) stop(reason string) {
 	case StartPost, Running, Exited, Reload:
 		u.dropControl()
 		u.enterStop(reason)
+	case StopSigterm:
+		u.signalAgain() // it may be there by STOPPING=1, with no signal sent yet
 	case AutoRestart:
 		u.restart.stop()
 		u.NextStart = time.Time{}
