@@ -219,7 +219,7 @@ func (a api) Job(ctx context.Context, method string, p control.JobParams) (contr
 			a.s.submit(u, jobReload, false, reason, waiter1(p.NoWait, done))
 		}
 		if p.NoWait {
-			a.s.later(func() { done(jobDone) })
+			a.s.soon(func() { done(jobDone) })
 		}
 	})
 }
@@ -346,7 +346,7 @@ func (a api) StartTransient(ctx context.Context, p control.TransientParams, file
 		t.FDNames, t.files, ends = u.duplicates()
 		s.startJob(u, false, "start-transient requested", waiter1(p.NoWait, done))
 		if p.NoWait {
-			s.later(func() { done(jobDone) })
+			s.soon(func() { done(jobDone) })
 		}
 	}, transient.close)
 	if err != nil {

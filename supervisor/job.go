@@ -312,9 +312,11 @@ func (u *unit) settle() {
 			if u.State.ended() {
 				if j.kind == jobStop {
 					u.endJob(jobDone, "")
-				} else {
-					j.auto = false
-					u.beginStart()
+				} else { // and now the start, in its order among the others
+					j.kind, j.auto = jobStart, false
+					u.Job = jobStart
+					u.setPhase(jobWaiting)
+					s.waiting = append(s.waiting, u)
 				}
 			}
 		case jobReloading:

@@ -180,6 +180,7 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	signal.Stop(chld)
 	close(quit)
 	server.close()
+	s.reap() // orphans that ended with the last unit
 	s.cleanup()
 	return nil
 }
@@ -241,6 +242,9 @@ func (s *Supervisor) flush() {
 		f()
 	}
 }
+
+// soon is later, after the jobs that can begin have begun.
+func (s *Supervisor) soon(f func()) { s.later(func() { s.later(f) }) }
 
 func (s *Supervisor) later(f func())  { s.calls = append(s.calls, f) }
 func (s *Supervisor) changed(u *unit) { s.dirty[u] = struct{}{} }
