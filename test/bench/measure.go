@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -16,6 +17,7 @@ import (
 	"time"
 
 	"mypr/internal/api"
+	"mypr/internal/client"
 	"mypr/kernel/wire"
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
@@ -142,6 +144,10 @@ func (b *bench) execute() error {
 	if err := f.close(); err != nil {
 		return err
 	}
+	direct, err := b.direct(n)
+	if err != nil {
+		return err
+	}
 	out, err := exec.CommandContext(b.ctx, b.python(), "-c", floorLoop, strconv.Itoa(n)).Output()
 	if err != nil {
 		return err
@@ -156,7 +162,32 @@ func (b *bench) execute() error {
 	}
 	b.ratio("execute 1+1 over stdio, p50 (floor: two Pythons on a socketpair)", percentile(ours, 0.5), percentile(floor, 0.5), 8)
 	b.ratio("execute 1+1 over stdio, p99", percentile(ours, 0.99), percentile(floor, 0.99), 0)
+	b.ratio("execute 1+1 at the runtime socket, without a front end, p50", percentile(direct, 0.5), percentile(floor, 0.5), 0)
 	return nil
+}
+
+// direct executes without a front end, to tell its share.
+func (b *bench) direct(n int) ([]time.Duration, error) {
+	r, err := b.status()
+	if err != nil {
+		return nil, err
+	}
+	c := client.New(client.Options{Kind: "cli", Version: "bench", Ensure: func(context.Context) (string, error) { return r.Socket, nil }})
+	defer c.Close()
+	id, wait := "direct", int64(10000)
+	if _, err := c.Init(b.ctx, api.InitParams{ClientID: &id}); err != nil {
+		return nil, err
+	}
+	var took []time.Duration
+	for range n {
+		start := time.Now()
+		r, err := c.Execute(b.ctx, api.ExecuteParams{Code: "1+1", WaitMS: &wait}, nil)
+		if err != nil || r.State != api.Succeeded {
+			return nil, fmt.Errorf("%+v: %w", r, err)
+		}
+		took = append(took, time.Since(start))
+	}
+	return took, nil
 }
 
 func (b *bench) frontEnd() error {
@@ -492,7 +523,8 @@ func (b *bench) idle() error {
 	if err != nil {
 		return err
 	}
-	settled := time.NewTimer(2 * time.Second) // what the last call left to do
+	// What the last calls leave to do: a checkpoint, the collector giving memory back.
+	settled := time.NewTimer(10 * time.Second)
 	defer settled.Stop()
 	<-settled.C
 	before := map[string]int64{}
