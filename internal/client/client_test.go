@@ -261,6 +261,32 @@ func TestStopUnderACall(t *testing.T) {
 	}
 }
 
+// The same when the socket still listens, for a service that a connection would start.
+func TestStopUnderACallWithSocketUnit(t *testing.T) {
+	r := clienttest.New(t)
+	r.Play(func(*clienttest.Cell) {})
+	c := newClient(t, r)
+	mustInit(t, c)
+	got := make(chan error, 1)
+	go func() {
+		_, err := c.Execute(ctx(t), api.ExecuteParams{Code: "x", WaitMS: ms(15000)}, nil)
+		got <- err
+	}()
+	r.Await(api.MethodExecute)
+	r.Notify(api.NotificationStopping, api.Stopping{Kind: "stop"})
+	r.Kill()
+	if err := <-got; rpc.CodeOf(err) != client.CodeStopped {
+		t.Errorf("error %v", err)
+	}
+	r.Start()
+	if _, err := newClient(t, r).Status(ctx(t), api.StatusParams{}); err != nil { // accepted after all that came before
+		t.Fatal(err)
+	}
+	if n := len(r.Attached()); n != 2 {
+		t.Errorf("%d connections, of which 2 were asked for", n)
+	}
+}
+
 // When all died at once a waiting call revives the runtime, and learns the truth.
 func TestCrashUnderACall(t *testing.T) {
 	r := clienttest.New(t)

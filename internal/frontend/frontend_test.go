@@ -574,6 +574,33 @@ func TestProgress(t *testing.T) {
 	}
 }
 
+// The moments that no conversation hits reliably: a report that is due when the result
+// has just left, and an answer with a notice that nobody wants any more.
+func TestLateness(t *testing.T) {
+	var out bytes.Buffer
+	box := newOutbox(&out)
+	s := newServer(Options{Logger: slog.New(slog.DiscardHandler)}, box)
+	newCall := func(id string) *call {
+		return &call{s: s, id: json.RawMessage(id), token: json.RawMessage("1"), to: single{s}, cancel: func() {}, finished: make(chan struct{})}
+	}
+	o := refusal(rpc.Errorf("x", "no"))
+	o.notice = &api.Notice{Kind: "kernel_died", Text: "all gone", Generation: gen1}
+	c := newCall("1")
+	c.abandon()
+	c.deliver(o, map[string]any{})
+	c.tell()
+	o.notice = nil
+	c = newCall("2")
+	c.deliver(o, map[string]any{})
+	c.tell()
+	box.close()
+	<-box.done
+	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
+	if len(lines) != 1 || !strings.Contains(lines[0], `"id":2`) || !strings.Contains(lines[0], "NOTICE kernel_died") {
+		t.Errorf("said %q", lines)
+	}
+}
+
 // A cancelled call gets no answer, its cell goes on, and the next answer says so.
 func TestCancel(t *testing.T) {
 	r := clienttest.New(t)
@@ -622,6 +649,10 @@ func TestCancelAtOnce(t *testing.T) {
 	c.send(lines.String() + `{"jsonrpc":"2.0","id":"end","method":"ping"}`)
 	if m := c.next(); m["id"] != "end" {
 		t.Errorf("%v", m)
+	}
+	c.in.Close() // whatever still waits is answered now
+	for line := range c.lines {
+		t.Errorf("answered: %s", line)
 	}
 }
 
