@@ -52,6 +52,7 @@ type Options struct {
 	Logger     *slog.Logger
 
 	progressEvery time.Duration // tests: not 10 s
+	maxUnsent     int           // tests: not 128 MiB
 }
 
 // Run serves one MCP client until its input ends, its process ends, ctx ends, or
@@ -66,6 +67,9 @@ func Run(ctx context.Context, o Options) error {
 	}
 	if o.progressEvery == 0 {
 		o.progressEvery = progressEvery
+	}
+	if o.maxUnsent == 0 {
+		o.maxUnsent = maxUnsent
 	}
 	defer o.Client.Close()
 	st, err := openStreams(o.In, o.Out)
@@ -83,7 +87,7 @@ func Run(ctx context.Context, o Options) error {
 	signal.Notify(pipe, syscall.SIGPIPE)
 	defer signal.Stop(pipe)
 
-	s := newServer(o, newOutbox(st.out))
+	s := newServer(o, newOutbox(st.out, o.maxUnsent))
 	ended := make(chan error, 1)
 	var reader sync.WaitGroup
 	reader.Go(func() { ended <- s.read(st.in) })
@@ -95,7 +99,7 @@ func Run(ctx context.Context, o Options) error {
 		why = fmt.Errorf("signal: %v", sig)
 	case <-ctx.Done():
 		why = ctx.Err()
-	case <-s.out.done:
+	case <-s.out.broken:
 		why = s.out.failed()
 	}
 	o.Logger.Info("front end ends", "reason", why)

@@ -578,7 +578,7 @@ func TestProgress(t *testing.T) {
 // has just left, and an answer with a notice that nobody wants any more.
 func TestLateness(t *testing.T) {
 	var out bytes.Buffer
-	box := newOutbox(&out)
+	box := newOutbox(&out, maxUnsent)
 	s := newServer(Options{Logger: slog.New(slog.DiscardHandler)}, box)
 	newCall := func(id string) *call {
 		return &call{s: s, id: json.RawMessage(id), token: json.RawMessage("1"), to: single{s}, cancel: func() {}, finished: make(chan struct{})}
@@ -740,7 +740,7 @@ func TestStartFails(t *testing.T) {
 // A panic answers the call that it came from.
 func TestPanic(t *testing.T) {
 	var out bytes.Buffer
-	box := newOutbox(&out)
+	box := newOutbox(&out, maxUnsent)
 	s := newServer(Options{Logger: slog.New(slog.DiscardHandler)}, box) // without a client
 	s.handle([]byte(`{"jsonrpc":"2.0","id":3,"method":"tools/call","params":{"name":"init"}}`))
 	s.calls.Wait()
@@ -824,6 +824,41 @@ func TestClientDoesNotRead(t *testing.T) {
 	if spent := time.Since(begun); spent > time.Second {
 		t.Errorf("the end took %s", spent)
 	}
+}
+
+// One that lets answers pile up is given up.
+func TestClientNeverReads(t *testing.T) {
+	r := clienttest.New(t)
+	inR, inW, _ := os.Pipe()
+	outR, outW, _ := os.Pipe()
+	defer outR.Close()
+	defer outW.Close()
+	defer inR.Close()
+	defer inW.Close()
+	ended := make(chan error, 1)
+	go func() {
+		ended <- Run(context.Background(), Options{In: inR, Out: outW, Client: client.New(client.Options{Ensure: r.Ensure}), maxUnsent: 1 << 20})
+	}()
+	written := make(chan struct{})
+	go func() {
+		defer close(written)
+		line := []byte(strings.Repeat(`{"jsonrpc":"2.0","id":1,"method":"tools/list"}`+"\n", 100))
+		for {
+			if _, err := inW.Write(line); err != nil {
+				return
+			}
+		}
+	}()
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("it goes on")
+	}
+	inR.Close()
+	<-written
 }
 
 // A client that has gone ends the server.

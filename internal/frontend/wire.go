@@ -208,7 +208,9 @@ func (p *pipeEnd) Write(b []byte) (int, error) {
 // so whoever has something to say, the reader of requests above all, never waits for
 // a client that does not read. Messages leave in the order of send.
 type outbox struct {
-	w io.Writer
+	w      io.Writer
+	limit  int           // of bytes unsent
+	broken chan struct{} // closed at the first error
 
 	mu      sync.Mutex // guards the fields below
 	queue   [][]byte
@@ -219,8 +221,8 @@ type outbox struct {
 	done    chan struct{} // closed when the writer has returned
 }
 
-func newOutbox(w io.Writer) *outbox {
-	o := &outbox{w: w, changed: make(chan struct{}, 1), done: make(chan struct{})}
+func newOutbox(w io.Writer, limit int) *outbox {
+	o := &outbox{w: w, limit: limit, broken: make(chan struct{}), changed: make(chan struct{}, 1), done: make(chan struct{})}
 	go o.run()
 	return o
 }
@@ -238,14 +240,23 @@ func (o *outbox) send(v any) error {
 		return o.err
 	case o.closed:
 		return errStopped
-	case o.size+len(line) > maxUnsent:
-		o.err = fmt.Errorf("the client has not read %d bytes of answers", o.size)
+	case o.size+len(line) > o.limit:
+		o.fail(fmt.Errorf("the client has not read %d bytes of answers", o.size))
 		return o.err
 	}
 	o.queue = append(o.queue, line)
 	o.size += len(line)
 	o.wake()
 	return nil
+}
+
+// fail records the first error. mu is held.
+func (o *outbox) fail(err error) {
+	if o.err == nil {
+		o.err = err
+		close(o.broken)
+		o.wake()
+	}
 }
 
 func (o *outbox) wake() {
@@ -289,7 +300,7 @@ func (o *outbox) run() {
 				o.mu.Lock()
 				o.size -= len(line)
 				if err != nil {
-					o.err = err
+					o.fail(err)
 				}
 				o.mu.Unlock()
 				if err != nil {

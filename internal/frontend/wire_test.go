@@ -70,7 +70,7 @@ func FuzzMessages(f *testing.F) {
 		c := client.New(client.Options{})
 		defer c.Close()
 		var out bytes.Buffer
-		box := newOutbox(&out)
+		box := newOutbox(&out, maxUnsent)
 		s := newServer(Options{Client: c, Logger: slog.New(slog.DiscardHandler)}, box)
 		s.handle(line)
 		s.calls.Wait()
