@@ -83,7 +83,11 @@ func (c *connection) Handle(ctx context.Context, r *rpc.Request) (any, error) {
 	m := c.m
 	m.mu.Lock()
 	c.activity = time.Now()
+	failing := m.storageErr != nil
 	m.mu.Unlock()
+	if failing { // somebody asks: perhaps there is space now
+		m.store.Retry()
+	}
 	if r.Method != api.MethodStatus && r.Method != api.MethodStop {
 		if err := m.ready(); err != nil {
 			return nil, err

@@ -139,7 +139,7 @@ func (m *Manager) admit(c *connection, p api.ExecuteParams) (*run, *store.Entity
 		if err == nil && isNew {
 			r.next = r.Entity
 			r.admitted = true
-			m.runs[r.ID], m.live[r.ID] = r, r
+			m.runs[r.id], m.live[r.id] = r, r
 			op = m.dispatch(r)
 			if r.next.Generation == "" { // the kernel that was on its way may have failed meanwhile
 				m.wantKernelLocked()
@@ -328,7 +328,7 @@ func (c *connection) wait(ctx context.Context, r *run, wait time.Duration, reque
 			m.mu.Lock()
 			state := r.State
 			m.mu.Unlock()
-			_ = c.rpc.Notify(api.NotificationProgress, api.Progress{ExecID: r.ID, RequestID: requestID, State: state,
+			_ = c.rpc.Notify(api.NotificationProgress, api.Progress{ExecID: r.id, RequestID: requestID, State: state,
 				Seconds: time.Since(began).Seconds(), LastLine: r.lastLine()})
 			progress.Reset(progressEvery)
 		}
@@ -520,7 +520,7 @@ func (m *Manager) interruptible() (string, error) {
 // interruptRun stops one execution and says what was done.
 func (m *Manager) interruptRun(ctx context.Context, r *run) (*api.InterruptResult, error) {
 	m.mu.Lock()
-	res := &api.InterruptResult{ExecID: r.ID, State: r.State}
+	res := &api.InterruptResult{ExecID: r.id, State: r.State}
 	if r.doneIs {
 		m.mu.Unlock()
 		res.Outcome = "finished"
@@ -543,7 +543,7 @@ func (m *Manager) interruptRun(ctx context.Context, r *run) (*api.InterruptResul
 	}
 	ctx, cancel := context.WithTimeout(ctx, interruptAnswer)
 	defer cancel()
-	if outcome, err := l.interrupt(ctx, r.ID); err == nil {
+	if outcome, err := l.interrupt(ctx, r.id); err == nil {
 		res.Outcome = outcome
 	}
 	return res, nil

@@ -14,8 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"mypr/internal/api"
 	"mypr/internal/rpc"
 	"mypr/internal/workspace"
@@ -24,8 +22,6 @@ import (
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
 )
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const deadline = 20 * time.Second
 
@@ -386,6 +382,9 @@ func (c *fakeControl) StartTransient(_ context.Context, p control.TransientParam
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.lastUnit = p.Unit
+	if s.kernel != nil {
+		return control.TransientResult{}, nil, rpc.Errorf(rpc.CodeConflict, "%s is active", KernelUnit)
+	}
 	if s.refuse != "" {
 		u := control.UnitStatus{Name: KernelUnit, ActiveState: control.Failed, Result: "exit-code", Error: s.refuse, InvocationID: newID()}
 		s.setStatus(u)

@@ -246,6 +246,16 @@ func (m *Manager) tryStart() error {
 			}
 			continue
 		}
+		if rpc.CodeOf(err) == rpc.CodeConflict && attempt < startAttempts {
+			// It runs, or the supervisor is about to run it; the news of that is on its way.
+			if unit := m.awaitUnit(time.Second); restarting(unit) {
+				m.mu.Lock()
+				m.kernel.setPhase(afterEnd(unit))
+				m.mu.Unlock()
+				return nil
+			}
+			continue
+		}
 		if err != nil {
 			return err
 		}
@@ -294,13 +304,24 @@ func runs(u control.UnitStatus) bool {
 	return !gone(u) && u.ActiveState != control.Deactivating && u.InvocationID != ""
 }
 
+// restarting reports whether the supervisor is about to start the unit again by itself.
+func restarting(u control.UnitStatus) bool { return strings.HasPrefix(u.SubState, "auto-restart") }
+
+// afterEnd is the phase that follows the end of a kernel.
+func afterEnd(u control.UnitStatus) (phase, detail string) {
+	if restarting(u) {
+		return phaseStarting, "the last one " + describeEnd(u) + "; the supervisor starts another"
+	}
+	return phaseNone, ""
+}
+
 // gone reports whether the run that a status tells of is over.
 func gone(u control.UnitStatus) bool {
 	switch u.ActiveState {
 	case control.Inactive, control.Failed, "":
 		return true
 	}
-	return strings.HasPrefix(u.SubState, "auto-restart")
+	return restarting(u)
 }
 
 // supervisor waits for a connection to the supervisor on which the kernel unit's state is known.
@@ -316,6 +337,27 @@ func (m *Manager) supervisor(ctx context.Context) (Supervisor, control.UnitStatu
 		case <-again:
 		case <-ctx.Done():
 			return nil, unit, context.Cause(ctx)
+		}
+	}
+}
+
+// awaitUnit waits until the kernel unit runs or is about to, at most for d, and returns its state.
+func (m *Manager) awaitUnit(d time.Duration) control.UnitStatus {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	for {
+		m.mu.Lock()
+		unit, again := m.unit, m.supChanged
+		m.mu.Unlock()
+		if runs(unit) || restarting(unit) {
+			return unit
+		}
+		select {
+		case <-again:
+		case <-t.C:
+			return unit
+		case <-m.ctx.Done():
+			return unit
 		}
 	}
 }
@@ -434,8 +476,8 @@ func (m *Manager) unitChanged(u control.UnitStatus) {
 	}
 	switch {
 	case !gone(u):
-	case strings.HasPrefix(u.SubState, "auto-restart"):
-		k.setPhase(phaseStarting, "the last one "+describeEnd(u)+"; the supervisor starts another")
+	case restarting(u):
+		k.setPhase(afterEnd(u))
 	case u.ActiveState == control.Failed:
 		// It was given up. Cells that wait had their chance; the next one tries again.
 		err := rpc.Errorf(api.CodeKernel, "the kernel %s and is not started again (%s)", describeEnd(u), u.Result).
@@ -541,6 +583,11 @@ func (m *Manager) connectKernel(l *link) error {
 	}
 	m.mu.Lock()
 	k, h := &m.kernel, l.hello
+	if first := h.FirstSeq - 1; first > k.acked {
+		// It was acknowledged, by a manager whose database is not this one.
+		m.log.Warn("events of the kernel are missing in the records", "from", k.acked+1, "to", first)
+		k.acked = first
+	}
 	l.seq = k.acked
 	if k.readGen == l.generation { // the kernel sends it again all the same: only what is stored is acknowledged
 		l.seq = max(l.seq, k.readSeq)
@@ -554,7 +601,7 @@ func (m *Manager) connectKernel(l *link) error {
 	var ops []*store.Op
 	for _, r := range m.sortedLive() {
 		switch {
-		case r.next.Generation == l.generation && has[r.ID]:
+		case r.next.Generation == l.generation && has[r.id]:
 			r.sent = true
 		case r.next.Generation == l.generation && r.next.Started > 0 && !api.Terminal(r.next.State) && r.next.State != api.Restarting:
 			// It began, and the kernel does not know it: whatever happened, it must not run twice.
@@ -593,7 +640,7 @@ func (m *Manager) dispatch(r *run) *store.Op {
 	send := func() {
 		if m.kernel.link == l && !r.sent && r.next.State == api.Queued {
 			r.sent = true
-			l.send(wire.Execute{Type: wire.TypeExecute, ExecID: r.ID, Code: r.Code, ClientID: r.Client, ConnectionID: r.Connection})
+			l.send(wire.Execute{Type: wire.TypeExecute, ExecID: r.id, Code: r.Code, ClientID: r.client, ConnectionID: r.connection})
 		}
 	}
 	if r.next.Generation != "" {
@@ -671,7 +718,7 @@ func (m *Manager) endKernelLocked(generation string, u control.UnitStatus) {
 		if r.next.Generation != generation || how != nil && how.origin == r {
 			continue
 		}
-		names = append(names, r.ID)
+		names = append(names, r.id)
 		one := *info
 		switch {
 		case !r.sent:
@@ -689,7 +736,7 @@ func (m *Manager) endKernelLocked(generation string, u control.UnitStatus) {
 	k := &m.kernel
 	k.gen, k.link, k.blocked, k.acked = "", nil, nil, 0
 	k.python, k.executable, k.mode, k.modeReason, k.pid = "", "", "", "", 0
-	k.setPhase(phaseNone, "")
+	k.setPhase(afterEnd(u))
 	if how == nil {
 		m.lastError = lost.text
 	}
@@ -922,5 +969,5 @@ func (m *Manager) takeUp(e *store.Entity) {
 	}
 	r.logged = r.JournalEvents
 	r.sent = r.Generation != "" // it may have been; the kernel will say
-	m.runs[r.ID], m.live[r.ID] = r, r
+	m.runs[r.id], m.live[r.id] = r, r
 }

@@ -22,7 +22,7 @@ func (m *Manager) activeWork(op string, origin *run) error {
 	var ids []string
 	for _, r := range m.sortedLive() {
 		if r != origin {
-			ids = append(ids, r.ID)
+			ids = append(ids, r.id)
 		}
 	}
 	n := len(ids) + m.admitting
@@ -106,7 +106,7 @@ func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, e
 	}()
 	reason := p.Reason
 	if origin != nil {
-		reason = "by " + origin.Client + " in cell " + origin.ID
+		reason = "by " + origin.client + " in cell " + origin.id
 	}
 	if starting { // a kernel on its way is let arrive, or fail, first
 		if _, err := m.awaitKernel(m.ctx); err != nil && m.ctx.Err() != nil {
@@ -324,8 +324,8 @@ func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) 
 	reason := p.Reason
 	var mark *staged
 	if origin != nil {
-		rec.OriginExecID = origin.ID
-		reason = "by " + origin.Client + " in cell " + origin.ID
+		rec.OriginExecID = origin.id
+		reason = "by " + origin.client + " in cell " + origin.id
 		at := now()
 		mark = m.stage(&change{run: origin, at: at, state: api.Restarting, events: []api.LogEvent{origin.transition(api.Restarting, at, "")}})
 	}

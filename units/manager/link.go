@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"sync"
@@ -79,7 +80,7 @@ func (m *Manager) acceptKernel() {
 		m.wg.Add(1)
 		go func() {
 			defer m.wg.Done()
-			if err := m.serveKernel(sock); err != nil && m.ctx.Err() == nil {
+			if err := m.serveKernel(sock); err != nil && !errors.Is(err, io.EOF) && m.ctx.Err() == nil {
 				m.log.Warn("kernel connection ended", "error", err)
 			}
 		}()

@@ -175,6 +175,9 @@ func Run(ctx context.Context, o Options) error {
 	lockCtx, unlockCtx := context.WithTimeout(ctx, 5*time.Second)
 	lock, err := o.Workspace.ManagerLock(lockCtx)
 	unlockCtx()
+	if err != nil && ctx.Err() != nil {
+		return nil // told to end before it had begun
+	}
 	if err != nil {
 		return fmt.Errorf("another manager seems to serve %s: %w", o.Workspace.Dir, err)
 	}

@@ -13,9 +13,11 @@ import (
 // outputLogEvery bounds how often the output of one execution makes a line in the log.
 const outputLogEvery = 250 * time.Millisecond
 
-// run is an execution in memory. Its fields are guarded by Manager.mu, except log,
-// which has a lock of its own.
+// run is an execution in memory. Its fields are guarded by Manager.mu, except those of
+// identity, which never change, and log, which has a lock of its own.
 type run struct {
+	id, kind, client, connection string
+
 	store.Entity              // what is durable, and so what everybody sees
 	next         store.Entity // with everything that is staged
 	log          *journal.Log
@@ -31,7 +33,7 @@ type run struct {
 }
 
 func (m *Manager) newRun(e store.Entity) *run {
-	return &run{Entity: e, next: e, log: journal.New(m.runsDir, e.ID), done: make(chan struct{})}
+	return &run{id: e.ID, kind: e.Kind, client: e.Client, connection: e.Connection, Entity: e, next: e, log: journal.New(m.runsDir, e.ID), done: make(chan struct{})}
 }
 
 func (r *run) stopTimer() {
@@ -60,7 +62,7 @@ func (m *Manager) publish(r *run, e store.Entity) {
 		r.doneIs = true
 		r.stopTimer()
 		close(r.done)
-		delete(m.live, r.ID)
+		delete(m.live, r.id)
 		m.keepEnded(r)
 	}
 }
@@ -68,7 +70,7 @@ func (m *Manager) publish(r *run, e store.Entity) {
 // keepEnded puts an ended execution into the cache and drops the oldest that are too many.
 func (m *Manager) keepEnded(r *run) {
 	if err := r.log.Finish(); err != nil {
-		m.log.Warn("journal not finished", "exec", r.ID, "error", err)
+		m.log.Warn("journal not finished", "exec", r.id, "error", err)
 	}
 	m.ended = append(m.ended, r)
 	m.cacheBytes += r.size()
@@ -77,7 +79,7 @@ func (m *Manager) keepEnded(r *run) {
 		m.ended[0] = nil
 		m.ended = m.ended[1:]
 		m.cacheBytes -= old.size()
-		delete(m.runs, old.ID)
+		delete(m.runs, old.id)
 	}
 }
 
@@ -189,7 +191,7 @@ func (m *Manager) logOutput(r *run) {
 
 // logEvent is a line of the lifecycle log about this execution.
 func (r *run) logEvent(event, state string, at float64) api.LogEvent {
-	return api.LogEvent{Time: at, Event: event, Kind: r.Kind, ID: r.ID, ClientID: r.Client, ConnectionID: r.Connection, ExecID: r.ID, State: state}
+	return api.LogEvent{Time: at, Event: event, Kind: r.kind, ID: r.id, ClientID: r.client, ConnectionID: r.connection, ExecID: r.id, State: state}
 }
 
 // transition is the line of a new state.

@@ -53,11 +53,11 @@ func (m *Manager) status(p api.StatusParams) *api.Status {
 	active := map[string][]string{}
 	for _, r := range m.sortedLive() {
 		if r.State == api.Queued {
-			s.Queued = append(s.Queued, r.ID)
+			s.Queued = append(s.Queued, r.id)
 		} else {
-			s.Active = append(s.Active, r.ID)
+			s.Active = append(s.Active, r.id)
 		}
-		active[r.Connection] = append(active[r.Connection], r.ID)
+		active[r.connection] = append(active[r.connection], r.id)
 	}
 	s.ConnectionCount, s.ClientCount = len(m.conns), len(m.clients)
 	if p.Detail {

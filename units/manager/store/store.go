@@ -214,7 +214,9 @@ func (s *Store) Submit(ops ...*Op) {
 	}
 	urgent := false
 	for _, op := range ops {
-		urgent = urgent || (!op.Lazy && !(op.Keep && s.failure != nil))
+		// While the disk refuses, those to keep leave the next attempt to others, or to
+		// the timer if it runs.
+		urgent = urgent || !op.Lazy && !(op.Keep && s.retry != nil) || s.failure != nil && s.retry == nil
 	}
 	s.queue = append(s.queue, ops...)
 	switch {

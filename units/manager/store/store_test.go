@@ -343,10 +343,13 @@ func TestKeptOperationsAreRetried(t *testing.T) {
 	if a, b := <-done, <-done; a != "a<nil>" || b != "b<nil>" {
 		t.Errorf("got %s, %s", a, b)
 	}
-	// And without anybody's help.
+	// And without anybody's help, also when it was an ordinary one that failed first.
 	mu.Lock()
 	full = true
 	mu.Unlock()
+	if err := s.Do(apply("f")); err == nil {
+		t.Error("not refused")
+	}
 	s.Submit(&Op{Keep: true, Apply: apply("e"), Done: func(err error) { done <- "e" + fmt.Sprint(err) }})
 	mu.Lock()
 	full = false
