@@ -26,12 +26,13 @@ const reexecEnvironment = "MYPR_SUPERVISOR_STATE_FD"
 const (
 	fdControl = "control"
 	fdNotify  = "notify"
-	fdListen  = "listen" // Unit, Name: address
-	fdKept    = "kept"   // Unit, Name
-	fdEnd     = "end"    // Unit, Name: index
-	fdGiven   = "given"  // Unit, Name
-	fdPassed  = "passed" // Unit, Name: given, and in LISTEN_FDS
-	fdStored  = "stored" // Unit, Name; Poll
+	fdListen  = "listen"  // Unit, Name: address
+	fdKept    = "kept"    // Unit, Name
+	fdEnd     = "end"     // Unit, Name: index
+	fdGiven   = "given"   // Unit, Name
+	fdPassed  = "passed"  // Unit, Name: given, and in LISTEN_FDS
+	fdStored  = "stored"  // Unit, Name; Poll
+	fdProgram = "program" // Name: of Options.Keep
 )
 
 type fdRecord struct {
@@ -118,6 +119,9 @@ func (s *Supervisor) become(executable string) (err error) {
 	}
 	add(fdRecord{Kind: fdControl}, s.listener)
 	add(fdRecord{Kind: fdNotify}, notifyFile)
+	for name, f := range s.opt.Keep {
+		add(fdRecord{Kind: fdProgram, Name: name}, f)
+	}
 	for _, u := range s.sorted() {
 		for _, l := range u.listeners {
 			add(fdRecord{Kind: fdListen, Unit: u.name, Name: l.addr, Handed: l.handed}, l.file)
@@ -253,6 +257,24 @@ func (st *saved) takeFor(kind, unit, name string) *os.File {
 	}
 	return nil
 }
+
+// program hands out the descriptors of the program's own.
+func (st *saved) program() map[string]*os.File {
+	if st == nil {
+		return nil
+	}
+	files := map[string]*os.File{}
+	for _, r := range st.FDs {
+		if r.Kind == fdProgram {
+			files[r.Name] = st.takeFor(fdProgram, "", r.Name)
+		}
+	}
+	return files
+}
+
+// Reexecuted reports whether this process was another program before that handed its
+// units over to it. It is true until Run has taken them.
+func Reexecuted() bool { return os.Getenv(reexecEnvironment) != "" }
 
 // closeRest closes what nobody took.
 func (st *saved) closeRest() {

@@ -60,9 +60,21 @@ type Options struct {
 	// Ready is called once, from the loop: with nil when the wanted units are started,
 	// or with why they are not. Run goes on in both cases.
 	Ready func(error)
+	// Begin is called by Run once it is known whose supervisor this is, before any
+	// socket listens. Its error ends Run. May be nil.
+	Begin func(Takeover) error
+	// Keep are descriptors of the program's own that go over a re-execution, by name;
+	// Begin gets them back. Begin may still add to it.
+	Keep map[string]*os.File
 	// Inherited are listening sockets from a service manager or an earlier supervisor,
 	// by descriptor name. The supervisor closes those that no unit takes.
 	Inherited map[string][]*os.File
+}
+
+// Takeover is what Run found of an earlier supervisor.
+type Takeover struct {
+	Instance string // the earlier one's, or the one of Options
+	Kept     map[string]*os.File
 }
 
 // Supervisor runs units. Create it with New. While it runs, nothing else in the process
@@ -137,6 +149,11 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	before, err := s.previous()
 	if err != nil {
 		return s.refuse(err)
+	}
+	if f := s.opt.Begin; f != nil {
+		if err := f(Takeover{Instance: s.opt.Instance, Kept: before.program()}); err != nil {
+			return s.refuse(err)
+		}
 	}
 	if err := process.BecomeSubreaper(); err != nil {
 		return s.refuse(err)

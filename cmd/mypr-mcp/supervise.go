@@ -31,6 +31,9 @@ func (c *cli) superviseCommand() *cobra.Command {
 	}
 }
 
+// supervisorLock names the held lock among the descriptors that go over a re-execution.
+const supervisorLock = "supervisor.lock"
+
 // lockPatience is how long a lock may be held by one who only looks, or is about to end.
 const lockPatience = 5 * time.Second
 
@@ -47,23 +50,27 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	if _, _, err := config.Load(w.Root); err != nil {
 		return err // while there is somebody to tell
 	}
-	lockCtx, cancel := context.WithTimeout(ctx, lockPatience)
-	defer cancel()
+	keep := map[string]*os.File{}
 	// Held until the session is up or has failed, like the one that a starter passes on.
 	starting := func() {}
-	if !starter.Holds() {
-		startup, err := w.StartupLock(lockCtx)
+	if !supervisor.Reexecuted() {
+		ctx, cancel := context.WithTimeout(ctx, lockPatience)
+		defer cancel()
+		if !starter.Holds() {
+			startup, err := w.StartupLock(ctx)
+			if err != nil {
+				return err
+			}
+			starting = func() { startup.Close() }
+			defer starting()
+		}
+		lock, err := w.SupervisorLock(ctx)
 		if err != nil {
 			return err
 		}
-		starting = func() { startup.Close() }
-		defer starting()
+		defer lock.Close()
+		keep[supervisorLock] = lock.File()
 	}
-	lock, err := w.SupervisorLock(lockCtx)
-	if err != nil {
-		return err
-	}
-	defer lock.Close()
 	if err := w.PrepareRuntimeDir(); err != nil {
 		return err
 	}
@@ -80,10 +87,6 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	if err := checkUnits(loader); err != nil {
 		return err
 	}
-	instance := workspace.NewInstance()
-	if err := w.RecordSupervisor(ctx, instance, version(), origin); err != nil {
-		return err
-	}
 	ctx, end := context.WithCancel(ctx)
 	defer end()
 	var failed error // of the first start
@@ -91,9 +94,15 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 		Load: loader.Load, Names: loader.Names,
 		ControlPath: w.Control, NotifyPath: w.Notify, StatePath: filepath.Join(w.Root, "supervisor.json"),
 		CgroupName: "mypr-" + w.Hash[:12], ForceTier: tier,
-		Instance: instance, Version: version(), Mode: "standalone", Executable: exe,
+		Instance: workspace.NewInstance(), Version: version(), Mode: "standalone", Executable: exe,
 		Labels: map[string]string{workspace.LabelWorkspace: w.Dir, workspace.LabelWorkspaceID: w.ID},
-		Logger: log,
+		Logger: log, Keep: keep,
+		Begin: func(t supervisor.Takeover) error {
+			if f := t.Kept[supervisorLock]; f != nil {
+				keep[supervisorLock] = f // for the whole life of the process
+			}
+			return w.RecordSupervisor(ctx, t.Instance, version(), origin)
+		},
 		Ready: func(err error) {
 			starter.Report(err)
 			starting()
