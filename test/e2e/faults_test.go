@@ -3,10 +3,14 @@ package e2e
 import (
 	"context"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"mypr/internal/api"
 	"mypr/supervisor/control"
@@ -274,6 +278,24 @@ func TestStopAndResetRefuseActiveWork(t *testing.T) {
 	}
 }
 
+// A supervisor that is told to end by a signal ends everything in order.
+func TestSupervisorEndsInOrder(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	r, _ := f.do("print('recorded')")
+	running := f.tool("execute", map[string]any{"code": "import asyncio\nawait asyncio.sleep(60)", "wait_ms": 0})
+	info := s.status().Supervisor
+	s.signal(info.PID, unix.SIGTERM)
+	s.nothingLeft(info.Cgroup, f.cmd.Process.Pid)
+	if p := f.tool("poll", map[string]any{"exec_id": r.Exec.ExecID, "cursor": 0}); output(p) != "recorded\n" {
+		t.Errorf("the record of before: %q", output(p))
+	}
+	if p := f.tool("poll", map[string]any{"exec_id": running.Exec.ExecID, "cursor": 0}); !api.Terminal(p.Exec.State) || p.Exec.State == api.Succeeded {
+		t.Errorf("the cell that ran is %s", p.Exec.State)
+	}
+}
+
 func TestRestartKeepsConnectionsAndRecords(t *testing.T) {
 	s := newSession(t)
 	f := s.serve()
@@ -296,6 +318,17 @@ func TestRestartKeepsConnectionsAndRecords(t *testing.T) {
 	}
 	if r := f.tool("poll", map[string]any{"exec_id": first.Exec.ExecID, "cursor": 0}); output(r) != "kept output\n" {
 		t.Errorf("record after a restart: %q", output(r))
+	}
+	if runtime := s.read(".mypr/runtime.json"); !strings.Contains(runtime, sv.Instance) {
+		t.Errorf("runtime.json does not record instance %s:\n%s", sv.Instance, runtime)
+	}
+	lock, err := os.Open(filepath.Join(s.dir, ".mypr", "supervisor.lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != unix.EWOULDBLOCK {
+		t.Errorf("the lock of the re-executed supervisor can be taken: %v", err)
 	}
 	f.must("y = 8")
 	kernel = s.unitPID("kernel.service")

@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -96,6 +97,15 @@ func (s *session) write(name, text string) {
 	}
 }
 
+func (s *session) read(name string) string {
+	s.t.Helper()
+	data, err := os.ReadFile(filepath.Join(s.dir, name))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return string(data)
+}
+
 // cleanup stops the session and fails the test for whatever is left of it.
 func (s *session) cleanup(top string) {
 	var cgroup string
@@ -118,9 +128,13 @@ func (s *session) cleanup(top string) {
 	}
 }
 
-func (s *session) nothingLeft(cgroup string) {
+// nothingLeft checks that no process but those of the test, no socket and no cgroup is left.
+func (s *session) nothingLeft(cgroup string, but ...int) {
 	s.t.Helper()
 	for _, pid := range s.processes(s.mark) {
+		if slices.Contains(but, pid) {
+			continue
+		}
 		line, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 		s.t.Errorf("process left: %d %q", pid, bytes.ReplaceAll(line, []byte{0}, []byte{' '}))
 	}
@@ -228,13 +242,19 @@ func (s *session) unitPID(name string) int {
 // kill ends a process at once and returns when it is dead.
 func (s *session) kill(pid int) {
 	s.t.Helper()
+	s.signal(pid, unix.SIGKILL)
+}
+
+// signal sends a signal that ends a process and returns when it is dead.
+func (s *session) signal(pid int, sig unix.Signal) {
+	s.t.Helper()
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
 		s.t.Fatalf("pidfd of %d: %v", pid, err)
 	}
 	defer unix.Close(fd)
-	if err := unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0); err != nil {
-		s.t.Fatalf("kill %d: %v", pid, err)
+	if err := unix.PidfdSendSignal(fd, sig, nil, 0); err != nil {
+		s.t.Fatalf("signal %d: %v", pid, err)
 	}
 	for {
 		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(patience.Milliseconds()))
