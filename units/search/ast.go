@@ -81,7 +81,7 @@ func (s *Service) SearchAST(ctx context.Context, p ASTParams) (*Page, error) {
 	k := &astKeeper{s: s, mode: mode, counts: map[string]int64{}}
 	sc := &scan{method: "fs.search_ast", backend: backendAST, mode: mode, query: q, env: s.env, limits: p.Limits,
 		argv: append(append(argv, "--"), paths...), split: splitLines, keep: k.keep, finish: k.finish, first: mode == modeExists,
-		failed: func(code int) bool { return code != 0 && code != 1 }}
+		failed: func(code int, _ string) bool { return code != 0 && code != 1 }}
 	sc.wrong = func(_ context.Context, _ int, stderr string) error {
 		if !strings.Contains(stderr, "Cannot parse rule") && !strings.Contains(stderr, "invalid value") {
 			return nil

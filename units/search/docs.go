@@ -126,11 +126,11 @@ func (s *Service) SearchDocs(ctx context.Context, p DocsParams) (*Page, error) {
 		base = append(base, "--glob="+g)
 	}
 	sc := &scan{method: "fs.search_docs", backend: backendDocs, mode: mode, query: q, env: s.env, limits: p.Limits,
-		failed: func(code int) bool { return code != 0 && code != 1 }, tidy: docsWarnings}
+		failed: docsFailed, tidy: docsWarnings}
 	s.output(sc, base, false, nil, paths)
 	sc.wrong = func(ctx context.Context, _ int, stderr string) error {
-		if strings.HasPrefix(stderr, "Error: ") && !strings.Contains(stderr, "preprocessor") {
-			return invalid("rga refuses the query: %s", strings.TrimSpace(strings.TrimPrefix(stderr, "Error: "))).
+		if strings.HasPrefix(stderr, ownError) {
+			return invalid("rga refuses the query: %s", strings.TrimSpace(strings.TrimPrefix(stderr, ownError))).
 				WithHint("await ws.fs.search_backends() lists the adapters")
 		}
 		argv := append(base[:len(base):len(base)], queryOnly(false)...)
@@ -141,6 +141,14 @@ func (s *Service) SearchDocs(ctx context.Context, p DocsParams) (*Page, error) {
 		return patternError(stderr, "")
 	}
 	return s.run(ctx, sc)
+}
+
+// ownError begins what rga says of its own arguments; its exit code is then that of
+// an rg which found nothing.
+const ownError = "Error: "
+
+func docsFailed(code int, stderr string) bool {
+	return code != 0 && (code != 1 || strings.HasPrefix(stderr, ownError))
 }
 
 // docsWarnings makes one line of each of rga's reports about a file.

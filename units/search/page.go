@@ -340,18 +340,17 @@ func (s *Service) parseRG(row []byte, docs bool) (*source, error) {
 	for i, sub := range d.Submatches {
 		sp := Span{Column: sub.Start + 1}
 		// A match over several lines may begin after the first of them.
-		if head := lines[:min(sub.Start, int64(len(lines)))]; len(head) > 0 {
-			if nl := bytes.LastIndexByte(head, '\n'); nl >= 0 && sub.Start <= int64(len(lines)) {
-				sp.Line = d.LineNumber + int64(bytes.Count(head, []byte{'\n'}))
-				sp.Column = sub.Start - int64(nl)
-			}
+		at := int(max(0, min(sub.Start, int64(len(lines)))))
+		if nl := bytes.LastIndexByte(lines[:at], '\n'); nl >= 0 && sub.Start == int64(at) {
+			sp.Line = d.LineNumber + int64(bytes.Count(lines[:at], []byte{'\n'}))
+			sp.Column = sub.Start - int64(nl)
 		}
 		if !docs {
 			start, end := d.Offset+sub.Start, d.Offset+sub.End
 			sp.Start, sp.End = &start, &end
 		}
 		if i == 0 {
-			r.focus = int(min(sub.Start, int64(len(lines))))
+			r.focus = at
 			r.Column, r.Start, r.End = sp.Column, sp.Start, sp.End
 			if sp.Line != 0 {
 				r.Line = sp.Line

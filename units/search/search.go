@@ -172,8 +172,8 @@ type scan struct {
 	tidy func(stderr string) string
 	// finish makes the last change to the sorted rows; nil: none.
 	finish func(rows []byte) []byte
-	// failed says whether an exit code means that something could not be searched.
-	failed func(code int) bool
+	// failed says whether the end means that something could not be searched.
+	failed func(code int, stderr string) bool
 }
 
 // meta heads every page of a snapshot.
@@ -223,7 +223,7 @@ func (s *Service) run(ctx context.Context, sc *scan) (*Page, error) {
 	case exit.Signal != 0:
 		m.StopReason = stopKilled
 		stderr += fmt.Sprintf("\n%s was killed by signal %d (%v)", filepath.Base(sc.argv[0]), int(exit.Signal), exit.Signal)
-	case sc.failed(exit.Code):
+	case sc.failed(exit.Code, stderr):
 		if c.results == 0 {
 			if err := sc.wrong(limited, exit.Code, stderr); err != nil {
 				return nil, err

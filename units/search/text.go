@@ -72,7 +72,7 @@ func (s *Service) Search(ctx context.Context, p TextParams) (*Page, error) {
 		base = append(base, "--glob="+g)
 	}
 	sc := &scan{method: "fs.search", backend: backendText, mode: mode, query: q, env: s.env, limits: p.Limits,
-		failed: func(code int) bool { return code == 2 }}
+		failed: func(code int, _ string) bool { return code == 2 }}
 	s.output(sc, base, q.Pattern == nil, q.contextFlags(), paths)
 	sc.wrong = func(ctx context.Context, _ int, _ string) error {
 		// With nothing to search, an error is about the query.
