@@ -261,7 +261,7 @@ func (u *unit) credential() (*credential, error) {
 	usr, err := user.Lookup(id)
 	if err != nil {
 		if usr, err = user.LookupId(id); err != nil {
-			return nil, fmt.Errorf("User=%s: %w", id, err)
+			return nil, fmt.Errorf("cannot be user %s (User=): %w", id, err)
 		}
 	}
 	c.name, c.home = usr.Username, usr.HomeDir
@@ -275,7 +275,7 @@ func (u *unit) credential() (*credential, error) {
 		g, err := user.LookupGroup(sv.Group)
 		if err != nil {
 			if g, err = user.LookupGroupId(sv.Group); err != nil {
-				return nil, fmt.Errorf("Group=%s: %w", sv.Group, err)
+				return nil, fmt.Errorf("cannot be group %s (Group=): %w", sv.Group, err)
 			}
 		}
 		c.cred.Gid = number(g.Gid)

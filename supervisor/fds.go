@@ -27,6 +27,7 @@ func (u *unit) keep(name string, f *os.File) {
 		old.Close()
 	}
 	u.kept[name] = f
+	u.s.changed(u)
 }
 
 // keepsNoEnds: no later process of the unit can need the process's ends of its pipes
@@ -45,6 +46,7 @@ func (u *unit) closeEnds() {
 		f.Close()
 	}
 	u.given, u.passed = nil, nil
+	u.s.changed(u)
 }
 
 // dropFDs closes what a unit holds only while it runs or will run again.

@@ -33,6 +33,7 @@ const (
 	fdPassed  = "passed"  // Unit, Name: given, and in LISTEN_FDS
 	fdStored  = "stored"  // Unit, Name; Poll
 	fdProgram = "program" // Name: of Options.Keep
+	fdAnchor  = "anchor"  // Name: its pid
 )
 
 type fdRecord struct {
@@ -122,28 +123,13 @@ func (s *Supervisor) become(executable string) (err error) {
 	for name, f := range s.opt.Keep {
 		add(fdRecord{Kind: fdProgram, Name: name}, f)
 	}
+	if a := s.anchored.a; a != nil { // the new program starts one of its own; until then this one watches
+		add(fdRecord{Kind: fdAnchor, Name: strconv.Itoa(a.PID)}, a.File())
+	}
 	for _, u := range s.sorted() {
-		for _, l := range u.listeners {
-			add(fdRecord{Kind: fdListen, Unit: u.name, Name: l.addr, Handed: l.handed}, l.file)
-		}
-		for name, f := range u.kept {
-			add(fdRecord{Kind: fdKept, Unit: u.name, Name: name}, f)
-		}
-		for i, f := range u.ends {
-			add(fdRecord{Kind: fdEnd, Unit: u.name, Name: strconv.Itoa(i)}, f)
-		}
-		passed := map[string]bool{}
-		for _, name := range u.passed {
-			passed[name] = true
-			add(fdRecord{Kind: fdPassed, Unit: u.name, Name: name}, u.given[name])
-		}
-		for name, f := range u.given {
-			if !passed[name] {
-				add(fdRecord{Kind: fdGiven, Unit: u.name, Name: name}, f)
-			}
-		}
-		for _, st := range u.stored {
-			add(fdRecord{Kind: fdStored, Unit: u.name, Name: st.name, Poll: st.w != nil}, st.file)
+		records, files := u.fdsOf(true)
+		for i, r := range records {
+			add(r, files[i])
 		}
 	}
 	var b bytes.Buffer
@@ -201,6 +187,13 @@ func (s *Supervisor) previous() (*saved, error) {
 		s.opt.Instance, s.started = st.Instance, st.Started
 		return st, nil
 	}
+	st, err := s.left()
+	s.takeAnchored(st)
+	return st, err
+}
+
+// left is what the state file says of a supervisor that has died.
+func (s *Supervisor) left() (*saved, error) {
 	if s.opt.StatePath == "" {
 		return nil, nil
 	}
@@ -275,6 +268,10 @@ func (st *saved) program() map[string]*os.File {
 // Reexecuted reports whether this process was another program before that handed its
 // units over to it. It is true until Run has taken them.
 func Reexecuted() bool { return os.Getenv(reexecEnvironment) != "" }
+
+// TakesOver is Reexecuted, or that an anchor started this process in place of a
+// supervisor that died.
+func TakesOver() bool { return Reexecuted() || process.HasAnchor() }
 
 // closeRest closes what nobody took.
 func (st *saved) closeRest() {

@@ -40,7 +40,6 @@ func (s *Supervisor) restore(before *saved) {
 			}
 			s.unsettled = append(s.unsettled, u)
 		}
-		before.closeRest()
 	}
 	s.reportStrangers()
 }

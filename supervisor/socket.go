@@ -42,7 +42,7 @@ func (u *unit) listen() error {
 		l := &listener{addr: addr}
 		if f := u.s.takeInherited(u.fdName(), addr, i); f != nil {
 			l.file, l.handed = f, true
-		} else {
+		} else if l.file = u.s.claim(addr); l.file == nil {
 			f, err := sockets.Listen(addr, sockets.Config{Mode: c.SocketMode, DirMode: c.DirectoryMode, Backlog: c.Backlog})
 			if err != nil {
 				return err

@@ -11,8 +11,6 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"mypr/supervisor/process"
 	"mypr/supervisor/spec"
 )
@@ -116,6 +114,16 @@ func (sf *stateFile) appendUnit(b *bytes.Buffer, u *unit) error {
 func (s *Supervisor) persist() {
 	if len(s.dirty) == 0 && len(s.gone) == 0 {
 		return
+	}
+	if s.anchored.a != nil {
+		for _, name := range s.gone {
+			s.hold(name, nil, nil)
+		}
+		for u := range s.dirty {
+			if s.units[u.name] == u {
+				s.holdUnit(u)
+			}
+		}
 	}
 	if s.file == nil {
 		clear(s.dirty)
@@ -249,11 +257,12 @@ func parseState(b []byte) (*saved, error) {
 	return st, nil
 }
 
-// alive reports whether the supervisor that wrote the state still runs.
+// alive reports whether the supervisor that wrote the state still runs. One that died
+// may be a zombie for long: whoever inherited it reaps it when it likes.
 func (st *saved) alive() bool {
 	if st.Self.PID == os.Getpid() || st.Boot != bootID() || st.PIDNS != pidNamespace() {
 		return false
 	}
 	start, err := process.StartTime(st.Self.PID)
-	return err == nil && start == st.Self.Start && unix.Kill(st.Self.PID, 0) == nil
+	return err == nil && start == st.Self.Start && process.Runs(st.Self.PID)
 }

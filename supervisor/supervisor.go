@@ -41,6 +41,11 @@ type Options struct {
 	NotifyPath  string // notify socket; "" for none
 	StatePath   string // state file; shims put their sockets beside it. "" for none: nothing can be adopted
 
+	// Anchor has a small process beside the supervisor start it again when it dies, with
+	// the arguments, environment and directory of this process, and keep sockets and
+	// pipes open meanwhile. Not for where a service manager does that.
+	Anchor bool
+
 	// CgroupParent is the directory below which CgroupName is made; "" is the
 	// process's own group.
 	CgroupParent string
@@ -117,7 +122,10 @@ type Supervisor struct {
 	atEnd     []func()        // answers to shutdown requests
 	goodbyes  []chan struct{} // closed when they were sent
 	reexec    *reexecRequest
-	listener  *os.File // the control socket
+	anchored  anchorage
+	staleKeys []uint64   // of what the anchor holds from before
+	unclaimed []*os.File // sockets that it handed back and nobody knew of
+	listener  *os.File   // the control socket
 }
 
 // New checks the options. Nothing is started before Run.
@@ -325,6 +333,9 @@ func (s *Supervisor) open(before *saved) (*controlServer, error) {
 	handle := func(m *notify.Message) { s.queue.post(func() { s.notified(m) }) }
 	if s.opt.NotifyPath != "" {
 		f := before.take(fdNotify)
+		if f == nil {
+			f = s.claim(s.opt.NotifyPath)
+		}
 		var err error
 		if f == nil {
 			if err := os.MkdirAll(filepath.Dir(s.opt.NotifyPath), 0o700); err != nil {
@@ -340,6 +351,9 @@ func (s *Supervisor) open(before *saved) (*controlServer, error) {
 	}
 	var err error
 	if s.listener = before.take(fdControl); s.listener == nil {
+		s.listener = s.claim(s.opt.ControlPath)
+	}
+	if s.listener == nil {
 		if s.listener, err = sockets.Listen(s.opt.ControlPath, sockets.Config{}); err != nil {
 			s.closeNotify()
 			return nil, fmt.Errorf("control socket: %w", err)
@@ -380,6 +394,12 @@ func (s *Supervisor) begin(before *saved) {
 			s.file = nil
 		}
 	}
+	old := s.takeReexecAnchor(before)
+	s.anchor()
+	if old != nil {
+		old.Dismiss()
+	}
+	before.closeRest()
 	s.readyWait = map[string]bool{}
 	for _, u := range s.sorted() {
 		if !slices.Contains(u.def.WantedBy, DefaultTarget) {
@@ -518,6 +538,7 @@ func (s *Supervisor) checkShutdown() {
 // cleanup removes what the supervisor made. What processes are left (KillMode=process
 // or none, or what would not die) is reported and left alone.
 func (s *Supervisor) cleanup() {
+	s.dismissAnchor()
 	for _, u := range s.units {
 		u.dropFDs()
 		u.release()
@@ -554,6 +575,7 @@ func (s *Supervisor) closeInherited() {
 	for _, files := range s.opt.Inherited {
 		closeAll(files)
 	}
+	closeAll(s.unclaimed)
 }
 
 // controlServer is the accepting side of the control socket.

@@ -196,11 +196,7 @@ func (u *unit) notifyAccess() string {
 // Relations. A socket comes before its service and is wanted by it.
 
 func (u *unit) wants() []string {
-	w := slices.Clone(u.def.Wants)
-	for _, s := range u.socketNames() {
-		w = append(w, s)
-	}
-	return w
+	return slices.Concat(u.def.Wants, u.socketNames())
 }
 
 func (u *unit) requires() []string { return slices.Concat(u.def.Requires, u.def.BindsTo) }

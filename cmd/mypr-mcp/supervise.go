@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -47,7 +48,10 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	if err := w.EnsureLayout(); err != nil {
 		return err
 	}
-	if _, _, err := config.Load(w.Root); err != nil {
+	// Who takes over what runs does not refuse for a file that was spoilt meanwhile, and
+	// does not look for another runtime: the sockets came along.
+	takeover := supervisor.TakesOver()
+	if _, _, err := config.Load(w.Root); err != nil && !takeover {
 		return err // while there is somebody to tell
 	}
 	keep := map[string]*os.File{}
@@ -56,7 +60,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	if !supervisor.Reexecuted() {
 		ctx, cancel := context.WithTimeout(ctx, lockPatience)
 		defer cancel()
-		if !starter.Holds() {
+		if !starter.Holds() && !takeover {
 			startup, err := w.StartupLock(ctx)
 			if err != nil {
 				return err
@@ -74,7 +78,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	if err := w.PrepareRuntimeDir(); err != nil {
 		return err
 	}
-	exe, err := os.Executable()
+	exe, err := executable()
 	if err != nil {
 		return err
 	}
@@ -84,7 +88,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	}
 	tier, _ := strconv.Atoi(os.Getenv("MYPR_TIER")) // for tests: the supervisor checks it
 	loader := units.NewLoader(w.Dir, exe, w.Stem())
-	if err := checkUnits(loader); err != nil {
+	if err := checkUnits(loader); err != nil && !takeover {
 		return err
 	}
 	ctx, end := context.WithCancel(ctx)
@@ -96,7 +100,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 		CgroupName: "mypr-" + w.Hash[:12], ForceTier: tier,
 		Instance: workspace.NewInstance(), Version: version(), Mode: "standalone", Executable: exe,
 		Labels: map[string]string{workspace.LabelWorkspace: w.Dir, workspace.LabelWorkspaceID: w.ID},
-		Logger: log, Keep: keep,
+		Logger: log, Keep: keep, Anchor: true,
 		Begin: func(t supervisor.Takeover) error {
 			if f := t.Kept[supervisorLock]; f != nil {
 				keep[supervisorLock] = f // for the whole life of the process
@@ -119,6 +123,19 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 		return err
 	}
 	return failed
+}
+
+// executable is a path of the program that runs. When its file was replaced or removed
+// since, that is through this process, for as long as it lives.
+func executable() (string, error) {
+	exe, err := os.Executable()
+	if err != nil {
+		return "", err
+	}
+	if _, err := os.Stat(exe); err != nil {
+		return fmt.Sprintf("/proc/%d/exe", os.Getpid()), nil
+	}
+	return exe, nil
 }
 
 // checkUnits reads every unit file, so that a mistake in one is said to whoever starts

@@ -22,7 +22,7 @@ type helperSetup struct {
 }
 
 // HelperMain returns at once in an ordinary start of the program. In a process that
-// Start or StartShim made as helper or shim it does that job and never returns. Call
+// Start, StartShim or StartAnchor made it does that job and never returns. Call
 // it before anything else in main (in tests: in TestMain).
 func HelperMain() {
 	if len(os.Args) == 0 {
@@ -33,6 +33,8 @@ func HelperMain() {
 		execHelper(os.Args[1:])
 	case shimName:
 		shimMain(os.Args[1:])
+	case anchorName:
+		anchorMain(os.Args[1:])
 	}
 }
 

@@ -40,6 +40,12 @@ func statFields(pid int) ([][]byte, error) {
 	return f, nil
 }
 
+// Runs reports whether pid names a process that has not ended: a zombie has.
+func Runs(pid int) bool {
+	f, err := statFields(pid)
+	return err == nil && f[0][0] != 'Z' && f[0][0] != 'X'
+}
+
 // Name is the command name (comm) of a process, or "?".
 func Name(pid int) string {
 	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/comm")

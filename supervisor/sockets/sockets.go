@@ -239,6 +239,25 @@ func Listens(f *os.File, addr string) bool {
 	return on
 }
 
+// Bound reports whether f is a Unix socket with the address path, listening or not.
+func Bound(f *os.File, path string) bool {
+	on := false
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return false
+	}
+	_ = raw.Control(func(fd uintptr) {
+		sa, err := unix.Getsockname(int(fd))
+		u, ok := sa.(*unix.SockaddrUnix)
+		on = err == nil && ok && sameUnix(u.Name, path)
+	})
+	return on
+}
+
+func sameUnix(name, path string) bool {
+	return name == path || strings.HasPrefix(name, "/proc/self/fd/") && filepath.Base(name) == filepath.Base(path)
+}
+
 func listensFD(fd int, addr string) bool {
 	if on, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN); err != nil || on != 1 {
 		return false
@@ -249,7 +268,7 @@ func listensFD(fd int, addr string) bool {
 	}
 	switch sa := sa.(type) {
 	case *unix.SockaddrUnix:
-		return sa.Name == addr || strings.HasPrefix(sa.Name, "/proc/self/fd/") && filepath.Base(sa.Name) == filepath.Base(addr)
+		return sameUnix(sa.Name, addr)
 	case *unix.SockaddrInet4:
 		a, err := tcpAddr(addr)
 		return err == nil && a.IP.Equal(net.IP(sa.Addr[:])) && (a.Port == sa.Port || a.Port == 0)
