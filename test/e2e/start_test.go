@@ -71,7 +71,7 @@ func TestConcurrentFirstStart(t *testing.T) {
 		wg.Go(func() {
 			ctx, cancel := context.WithTimeout(context.Background(), 2*patience)
 			defer cancel()
-			out, err := s.command(ctx, "exec", "import os; os.getpid()").CombinedOutput()
+			out, err := s.command(ctx, "exec", "import os; os.getpid()").Output() // what waits says so on stderr
 			if err != nil {
 				t.Errorf("client %d: %v\n%s", n, err, out)
 			}
