@@ -91,7 +91,7 @@ func (c *cli) manager(ctx context.Context) error {
 			}
 			return u, err
 		},
-		Services: services,
+		Services: services, Jobs: backgroundJobs(w, loader, cfg, started, log),
 		Limits: manager.Limits{
 			OutputBytes: cfg.Limits.OutputBytes, CompletedTasks: cfg.Limits.CompletedTasks,
 			CompletedRecords: cfg.Limits.CompletedRecords, CacheBytes: cfg.Limits.CacheBytes,
@@ -141,19 +141,22 @@ func prepareKernel(ctx context.Context, w *workspace.Workspace, base []string, r
 		return nil, err
 	}
 	env, _ := cfg.Environ(base)
-	// What the supervisor told this process is nothing for Python.
-	env = slices.DeleteFunc(env, func(kv string) bool {
-		name, _, _ := strings.Cut(kv, "=")
-		return slices.Contains(serviceVariables, name)
-	})
 	l, err := kernel.Prepare(ctx, kernel.Options{
-		Root: w.Root, Workspace: w.Dir, Config: cfg.Python, Env: env, Run: run, Progress: progress,
+		Root: w.Root, Workspace: w.Dir, Config: cfg.Python, Env: withoutService(env), Run: run, Progress: progress,
 	})
 	var known *rpc.Error
 	if err != nil && ctx.Err() == nil && !errors.As(err, &known) {
 		err = rpc.Errorf(rpc.CodeUnavailable, "cannot prepare Python: %v", err).WithHint("mypr-mcp reset tries again when that is mended")
 	}
 	return l, err
+}
+
+// withoutService takes out what the supervisor told this process: it is nothing for others.
+func withoutService(env []string) []string {
+	return slices.DeleteFunc(env, func(kv string) bool {
+		name, _, _ := strings.Cut(kv, "=")
+		return slices.Contains(serviceVariables, name)
+	})
 }
 
 // setEnvironment makes env this process's own: what it starts, and the libraries in

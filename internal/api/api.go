@@ -436,7 +436,9 @@ type (
 	// Record is one entity: an execution, later a task, job or scan.
 	Record struct {
 		ID           string     `json:"id"`
-		Kind         string     `json:"kind"`
+		HistoryID    string     `json:"history_id"`        // of a Python task: names it across kernels; else the id
+		Kind         string     `json:"kind"`              // execution, python, shell, package
+		ExecID       string     `json:"exec_id,omitempty"` // the cell that started a task or job
 		ClientID     string     `json:"client_id"`
 		ConnectionID string     `json:"connection_id"`
 		RequestID    *string    `json:"request_id,omitempty"`

@@ -48,6 +48,7 @@ const (
 	EventError     = "error"
 	EventWarning   = "warning"
 	EventTruncated = "truncated"
+	EventTask      = "task" // a task begins that no execute asked for
 )
 
 // FromKernel is any message of the kernel; Type says which fields have a meaning.
@@ -87,6 +88,7 @@ type FromKernel struct {
 	Update         bool            `json:"update"`
 	Result         bool            `json:"result"`
 	Code           string          `json:"code"`
+	Task           json.RawMessage `json:"task"` // a Task
 
 	// loop
 	Blocked *Blocked `json:"blocked"`
@@ -124,6 +126,14 @@ type CallContext struct {
 	ClientID     string `json:"client_id"`
 	ConnectionID string `json:"connection_id"`
 	ExecID       string `json:"exec_id"`
+}
+
+// Task is a detached task whose events follow under the exec id python:<generation>:<id>.
+type Task struct {
+	ID           string `json:"id"`
+	ClientID     string `json:"client_id"`
+	ConnectionID string `json:"connection_id"`
+	ExecID       string `json:"exec_id"` // of the cell that started it
 }
 
 // Outcomes of an interrupt.

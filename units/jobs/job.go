@@ -282,6 +282,11 @@ func (j *job) event(name string, data map[string]any) *api.LogEvent {
 	}
 }
 
+// startFailed tells a command that could not be started from one that ran and failed.
+func startFailed(r *control.TransientResult) bool {
+	return r.Result != "done" && !r.Unit.ExitKnown && (r.Unit.ActiveState == control.Failed || r.Unit.ActiveState == control.Inactive)
+}
+
 // watch waits for the end of the unit.
 func (j *job) watch() {
 	defer j.s.wg.Done()

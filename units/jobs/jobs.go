@@ -65,7 +65,6 @@ type Supervisor interface {
 	Attach(ctx context.Context, name string) (control.TransientResult, map[string]*os.File, error)
 	Release(ctx context.Context, name string, fds ...string) error
 	Stop(ctx context.Context, p control.JobParams) (control.JobResult, error)
-	Kill(ctx context.Context, p control.KillParams) error
 	List(ctx context.Context, usage bool) ([]control.UnitStatus, error)
 	Wait(ctx context.Context, p control.WaitParams) (control.UnitStatus, error)
 }
@@ -126,6 +125,7 @@ type Service struct {
 	closed  bool
 	jobs    map[string]*job
 	done    []string // completed ones in jobs, oldest first
+	early   []string // ids whose start was cancelled before it was asked for, newest last
 	unsaved string   // the completed one whose metadata the disk refused: kept beside the others
 }
 
@@ -182,15 +182,25 @@ func typed[P, R any](name string, f func(context.Context, Caller, P) (R, error))
 	}
 }
 
-// Active are the ids of the jobs that have not ended, oldest first.
-func (s *Service) Active() []string {
-	var ids []string
+// Active are the records of the jobs that have not ended, oldest first.
+func (s *Service) Active() []api.Record {
+	var list []api.Record
 	for _, j := range s.sorted() {
 		if !j.ended() {
-			ids = append(ids, j.id)
+			st := j.status()
+			list = append(list, *st.record())
 		}
 	}
-	return ids
+	return list
+}
+
+// Text is a range of a job's output as journal events, cut to limit bytes.
+func (s *Service) Text(id string, from, to int64, limit int) (events []api.Event, cut bool, err error) {
+	j, err := s.find(id)
+	if err != nil {
+		return nil, false, err
+	}
+	return j.out.events(from, to, limit)
 }
 
 // CancelAll cancels every active job and waits until they are over, or ctx ends.
@@ -243,8 +253,8 @@ func (s *Service) Resume(ctx context.Context) error {
 		}
 		s.adopt(ctx, j)
 	}
-	// Units without a live record: of jobs that ended and were not released, of a
-	// history that was replaced, and of calls that nobody waits for any more.
+	// Units without a live record: of jobs that ended and were not released, or of a
+	// history that was replaced.
 	var units []control.UnitStatus
 	err = s.supervisor(ctx, func(sup Supervisor) (err error) {
 		units, err = sup.List(ctx, false)
@@ -255,20 +265,15 @@ func (s *Service) Resume(ctx context.Context) error {
 	}
 	for _, u := range units {
 		id, isJob := strings.CutPrefix(strings.TrimSuffix(u.Name, ".service"), jobPrefix)
-		switch {
-		case isJob && isID(id) && !known[id]:
-			if j, err := s.load(id); err == nil {
-				s.adopt(ctx, j)
-				continue
-			}
-			fallthrough
-		case strings.HasPrefix(u.Name, runnerPrefix):
-			p := &process{s: s, unit: u.Name}
-			s.goIfOpen(func() {
-				p.kill()
-				_, _ = p.Wait() // it also releases
-			})
+		if !isJob || !isID(id) || known[id] {
+			continue
 		}
+		j, err := s.load(id)
+		if err != nil {
+			s.log.Error("a job of which nothing is known is stopped", "unit", u.Name, "err", err)
+			j = newJob(s, Status{ID: id, Kind: KindShell, State: Cancelling, CreatedAt: now(), CancelledBy: "its description is lost"})
+		}
+		s.adopt(ctx, j)
 	}
 	return nil
 }

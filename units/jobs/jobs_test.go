@@ -368,7 +368,7 @@ func TestResume(t *testing.T) {
 	must[readResult](w, "shell.read", `{"id":"`+run.ID+`","wait_ms":10000}`)
 
 	w.s.Suspend()
-	if _, err := call[Status](w, "shell.wait", `{"id":"`+run.ID+`"}`); rpc.CodeOf(err) != rpc.CodeUnavailable {
+	if _, err := call[Status](w, "shell.start", params("true", "")); rpc.CodeOf(err) != rpc.CodeUnavailable {
 		t.Fatal(err)
 	}
 	// One job ends while there is no manager.

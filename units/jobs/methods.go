@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"slices"
 	"time"
 	"unicode/utf8"
 
@@ -71,6 +72,11 @@ type (
 		Rows int    `json:"rows"`
 		Cols int    `json:"cols"`
 	}
+	cancelParams struct {
+		ID string `json:"id"`
+		// Early: the start may be on its way still, and is then refused.
+		Early bool `json:"early"`
+	}
 	cancelResult struct {
 		ID        string `json:"id"`
 		Cancelled bool   `json:"cancelled"` // false: it was over before
@@ -88,7 +94,8 @@ type (
 		Status Status `json:"status"`
 	}
 	listParams struct {
-		IDs      []string `json:"ids"` // nil: all in memory
+		IDs      []string `json:"ids"`    // nil: all in memory
+		Memory   bool     `json:"memory"` // of ids, only those in memory
 		ClientID string   `json:"client_id"`
 		Active   bool     `json:"active"`
 	}
@@ -157,6 +164,10 @@ func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startPara
 	if s.closed {
 		s.mu.Unlock()
 		return nil, errSuspended
+	}
+	if slices.Contains(s.early, j.id) {
+		s.mu.Unlock()
+		return nil, rpc.Errorf(rpc.CodeConflict, "job %s was cancelled before it was started", j.id)
 	}
 	s.jobs[j.id] = j
 	s.wg.Add(1) // for run
@@ -270,6 +281,21 @@ func (j *job) wait(ctx context.Context, timeout <-chan time.Time) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	case <-j.s.ctx.Done():
+		return j.s.suspended(ctx)
+	}
+}
+
+// suspendGrace is how long a call that waits is left without an answer when the
+// manager ends: its connection ends with the manager, and its caller asks the next one.
+const suspendGrace = 5 * time.Second
+
+func (s *Service) suspended(ctx context.Context) error {
+	grace := time.NewTimer(suspendGrace)
+	defer grace.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-grace.C:
 		return errSuspended
 	}
 }
@@ -342,7 +368,7 @@ func (s *Service) read(ctx context.Context, _ Caller, p readParams) (*readResult
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		case <-s.ctx.Done():
-			return nil, errSuspended
+			return nil, s.suspended(ctx)
 		}
 	}
 }
@@ -395,7 +421,34 @@ func (s *Service) status(_ context.Context, _ Caller, p idParams) (Status, error
 	return j.status(), nil
 }
 
-func (s *Service) cancelJob(ctx context.Context, c Caller, p idParams) (cancelResult, error) {
+func (s *Service) inMemory(id string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.jobs[id] != nil
+}
+
+// maxEarly bounds the cancellations that are remembered until their start comes, which
+// is on the same connection.
+const maxEarly = 256
+
+// forbid refuses the start of a job that is not there yet; false when it is.
+func (s *Service) forbid(id string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.jobs[id] != nil || !isID(id) {
+		return false
+	}
+	if len(s.early) == maxEarly {
+		s.early = slices.Delete(s.early, 0, 1)
+	}
+	s.early = append(s.early, id)
+	return true
+}
+
+func (s *Service) cancelJob(ctx context.Context, c Caller, p cancelParams) (cancelResult, error) {
+	if p.Early && s.forbid(p.ID) {
+		return cancelResult{p.ID, true, api.Cancelled}, nil
+	}
 	j, err := s.find(p.ID)
 	if err != nil {
 		return cancelResult{}, err
@@ -447,6 +500,9 @@ func (s *Service) list(_ context.Context, _ Caller, p listParams) (listResult, e
 		return r, nil
 	}
 	for _, id := range p.IDs {
+		if p.Memory && !s.inMemory(id) {
+			continue
+		}
 		if j, err := s.find(id); err == nil {
 			add(j)
 		}

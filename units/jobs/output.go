@@ -13,6 +13,8 @@ import (
 	"unicode/utf8"
 
 	"golang.org/x/sys/unix"
+
+	"mypr/internal/api"
 )
 
 // Streams of a job. A pty has only stdout. The empty stream means both, in the order
@@ -376,6 +378,47 @@ func (o *output) pieces(segs []segment, size, from int64, stream string, limit i
 		at = end
 	}
 	return ps, false
+}
+
+// events are a range of the output, at most limit bytes, as journal events.
+func (o *output) events(from, to int64, limit int) (events []api.Event, cut bool, err error) {
+	o.mu.Lock()
+	size, segs := o.size, o.segs
+	o.mu.Unlock()
+	to = min(to, size)
+	if from >= to {
+		return nil, false, nil
+	}
+	f, err := os.Open(o.base + ".out")
+	if err != nil {
+		return nil, false, err
+	}
+	defer f.Close()
+	i := sort.Search(len(segs), func(i int) bool { return segs[i].start > from }) - 1
+	at := from
+	for ; at < to && limit > 0; i++ {
+		end, name := to, stdout
+		if i >= 0 && segs[i].err {
+			name = stderr
+		}
+		if i+1 < len(segs) {
+			end = min(end, segs[i+1].start)
+		}
+		if n := min(end-at, int64(limit)); n > 0 {
+			b := make([]byte, n)
+			if _, err := f.ReadAt(b, at); err != nil {
+				return nil, false, fmt.Errorf("read %s.out: %w", o.base, err)
+			}
+			text, took := toText(b, limit)
+			events = append(events, api.Event{Type: "stream", Stream: name, Text: text})
+			limit -= len(text)
+			if took < int(end-at) {
+				return events, true, nil
+			}
+		}
+		at = end
+	}
+	return events, at < to, nil
 }
 
 // position is the offset in the file after n bytes of the pieces.

@@ -17,9 +17,13 @@ func (m *Manager) answerCall(ctx context.Context, c Call) (any, error) {
 	case "history.list":
 		return bind(c, func(p api.HistoryParams) (any, error) { return m.history(ctx, p) })
 	case "history.get":
-		return bind(c, func(p api.RecordParams) (any, error) { return m.record(ctx, p) })
+		return bind(c, func(p api.RecordParams) (any, error) { return m.recordDetail(p) })
+	case "history.output":
+		return bind(c, func(p outputParams) (any, error) { return m.savedOutput(p) })
 	case "history.logs":
 		return bind(c, func(p api.LogsParams) (any, error) { return m.logs(ctx, p) })
+	case "messages.send", "messages.reply", "messages.read", "messages.ack":
+		return m.message(ctx, c)
 	case "reset", "restart":
 		return bind(c, func(p api.LifecycleParams) (any, error) {
 			m.mu.Lock()
@@ -33,6 +37,9 @@ func (m *Manager) answerCall(ctx context.Context, c Call) (any, error) {
 			}
 			return m.restart(p, origin, nil)
 		})
+	}
+	if m.jobs != nil && m.jobs.Handles(c.Method) {
+		return m.callJobs(ctx, c)
 	}
 	if m.services == nil {
 		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "there is no method %q", c.Method)

@@ -905,6 +905,8 @@ func (m *Manager) resume() error {
 	}
 	for _, e := range live {
 		switch {
+		case isJob(e.Kind):
+			continue // units/jobs knows how it is
 		case e.ID == origin && origin != "":
 			m.takeUp(e)
 		case current != nil && e.Generation == current.Generation:

@@ -25,6 +25,10 @@ func (m *Manager) activeWork(op string, origin *run) error {
 			ids = append(ids, r.id)
 		}
 	}
+	jobs := m.activeJobs()
+	for _, j := range jobs {
+		ids = append(ids, j.ID)
+	}
 	n := len(ids) + m.admitting
 	if n == 0 {
 		return nil
@@ -33,9 +37,9 @@ func (m *Manager) activeWork(op string, origin *run) error {
 	if len(shown) > 5 {
 		shown = shown[:5]
 	}
-	e := rpc.Errorf(api.CodeActiveWork, "%s: refused, there is active work: %d cells have not ended (%s)", op, n, strings.Join(shown, ", ")).
+	e := rpc.Errorf(api.CodeActiveWork, "%s: refused, there is active work: %d cells, tasks and jobs have not ended (%s)", op, n, strings.Join(shown, ", ")).
 		WithHint("wait for them, interrupt them, or %s with force to cancel them", op)
-	e.Details = map[string]any{"executions": ids}
+	e.Details = map[string]any{"executions": ids, "jobs": len(jobs)}
 	return e
 }
 
@@ -116,6 +120,9 @@ func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, e
 	generation, err := "", m.stopKernel(&ending{kind: "reset", reason: reason, origin: origin})
 	if err == nil {
 		m.cancelWaiting(origin, "cancelled: the session was reset")
+		err = m.cancelJobs("the session was reset " + reason)
+	}
+	if err == nil {
 		m.mu.Lock()
 		if !m.kernel.starting && m.kernel.gen == "" {
 			m.beginStart()
@@ -189,13 +196,14 @@ func (c *connection) stop(_ context.Context, p api.LifecycleParams) (*api.StopRe
 	if m.stopReason == "" {
 		m.stopReason = "on request"
 	}
-	reason, count, generation := m.stopReason, len(m.live), m.kernel.gen
+	reason, count, generation := m.stopReason, len(m.live)+len(m.activeJobs()), m.kernel.gen
 	m.mu.Unlock()
 	if count > 0 {
 		if generation != "" {
 			err = m.stopKernel(&ending{kind: "stop", reason: reason})
 		}
 		m.cancelWaiting(nil, "cancelled: the runtime was stopped ("+reason+")")
+		err = errors.Join(err, m.cancelJobs("the runtime was stopped ("+reason+")"))
 	}
 	if err != nil {
 		m.mu.Lock()
@@ -337,6 +345,7 @@ func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) 
 	if !p.KeepKernel {
 		err = m.stopKernel(&ending{kind: "restart", reason: reason, origin: origin})
 		m.cancelWaiting(origin, "cancelled: the runtime was restarted")
+		err = errors.Join(err, m.cancelJobs("the runtime was restarted"))
 	}
 	if err == nil {
 		rec.State = "stopping"

@@ -219,6 +219,9 @@ func (l *link) event(msg *wire.FromKernel) error {
 	if msg.ExecID == "" {
 		m.kernelLog(msg.Text)
 	}
+	if msg.Event == wire.EventTask {
+		return l.beginTask(msg)
+	}
 	c := l.changes[msg.ExecID]
 	if c == nil {
 		m.mu.Lock()

@@ -93,7 +93,9 @@ type Options struct {
 	KernelSocket string // path of the socket that the kernel dials
 	// Services makes what answers the Python API's requests to other services (files,
 	// search, git). It may be nil. The runner it gets starts programs as transient units.
-	Services    func(run job.Runner) func(ctx context.Context, c Call) (any, error)
+	Services func(run job.Runner) func(ctx context.Context, c Call) (any, error)
+	// Jobs makes what runs background work (ws.shell, ws.packages). It may be nil.
+	Jobs        func(h JobsHost) Jobs
 	Limits      Limits
 	Instance    string // of the supervisor
 	Version     string
@@ -119,7 +121,9 @@ type Manager struct {
 	opened  chan struct{}  // closed when the store is open
 	openNow chan struct{}  // holds a token: try to open the store now
 	// services answers calls of the Python API that are not the manager's; nil: none
-	services func(ctx context.Context, c Call) (any, error)
+	services  func(ctx context.Context, c Call) (any, error)
+	jobs      Jobs          // nil: none
+	jobsKnown chan struct{} // closed when the jobs of before are known
 
 	kernelMu sync.Mutex // serialises changes of generation; taken before mu
 
@@ -146,8 +150,9 @@ type Manager struct {
 	stopping    *connection // the connection that asked for a stop
 	stopReason  string
 	restarting  *restartRecord
-	ending      bool          // this manager ends
-	logChanged  chan struct{} // closed and replaced when log lines were added and somebody waits
+	ending      bool                     // this manager ends
+	arrivals    map[string]chan struct{} // closed at a client's next message; for ws.messages.read
+	logChanged  chan struct{}            // closed and replaced when log lines were added and somebody waits
 	logWaiters  int
 	statusTimer *time.Timer
 	statusText  string
@@ -160,7 +165,7 @@ func Run(ctx context.Context, o Options) error {
 		opts: o, log: o.Logger, started: time.Now(), runsDir: filepath.Join(o.Workspace.Root, "runs"),
 		opened: make(chan struct{}), openNow: make(chan struct{}, 1),
 		conns: map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{}, over: map[string]bool{},
-		supChanged: make(chan struct{}), logChanged: make(chan struct{}),
+		supChanged: make(chan struct{}), logChanged: make(chan struct{}), jobsKnown: make(chan struct{}),
 	}
 	if m.log == nil {
 		m.log = slog.New(slog.DiscardHandler)
@@ -171,6 +176,9 @@ func Run(ctx context.Context, o Options) error {
 	setDefaults(&m.opts.Limits)
 	if o.Services != nil {
 		m.services = o.Services(&runner{m})
+	}
+	if o.Jobs != nil {
+		m.jobs = o.Jobs(JobsHost{m})
 	}
 	lockCtx, unlockCtx := context.WithTimeout(ctx, 5*time.Second)
 	lock, err := o.Workspace.ManagerLock(lockCtx)
@@ -232,6 +240,9 @@ func Run(ctx context.Context, o Options) error {
 	stopWatchdog()
 	o.Kernel.Close()
 	m.closeKernelLink()
+	if m.jobs != nil {
+		m.jobs.Suspend()
+	}
 	m.wg.Wait()
 	m.mu.Lock()
 	if m.statusTimer != nil {
@@ -286,6 +297,10 @@ func (m *Manager) open() error {
 		return err
 	}
 	close(m.opened)
+	if m.jobs != nil {
+		m.wg.Add(1)
+		go m.resumeJobs()
+	}
 	return nil
 }
 

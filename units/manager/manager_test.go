@@ -517,7 +517,7 @@ func TestMessageWakesOnce(t *testing.T) {
 	}
 	wait()
 	m := w.manager()
-	if _, err := m.deliver("bold-fox", "calm-otter", strings.Repeat("ä", 5000)); err != nil {
+	if _, err := m.sendMessage("bold-fox", sendParams{To: "calm-otter", Text: strings.Repeat("ä", 5000)}); err != nil {
 		t.Fatal(err)
 	}
 	x := <-got
@@ -543,14 +543,14 @@ func TestMessageWakesOnce(t *testing.T) {
 		t.Errorf("inbox %+v", x.Inbox)
 	}
 	for i := range 6 {
-		if _, err := m.deliver("bold-fox", "calm-otter", fmt.Sprint(i)); err != nil {
+		if _, err := m.sendMessage("bold-fox", sendParams{To: "calm-otter", Text: fmt.Sprint(i)}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if x := p.execute("print:x", 0); x.Inbox.Unacked != 7 || !x.Inbox.HasMore {
 		t.Errorf("inbox %+v", x.Inbox)
 	}
-	if _, err := m.deliver("bold-fox", "nobody", "x"); rpc.CodeOf(err) != rpc.CodeNotFound {
+	if _, err := m.sendMessage("bold-fox", sendParams{To: "nobody", Text: "x"}); rpc.CodeOf(err) != rpc.CodeNotFound {
 		t.Errorf("to nobody: %v", err)
 	}
 }

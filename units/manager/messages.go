@@ -15,30 +15,34 @@ const (
 )
 
 // deliver stores a message and wakes its recipient's connection, once.
-func (m *Manager) deliver(from, to, text string) (int64, error) {
-	exists, _, err := m.store.Client(to)
+func (m *Manager) deliver(msg *store.Message) error {
+	exists, _, err := m.store.Client(msg.To)
 	if err != nil {
-		return 0, storageError(err, "the message was not sent")
+		return storageError(err, "the message was not sent")
 	}
 	if !exists {
-		return 0, rpc.Errorf(rpc.CodeNotFound, "there is no client %q in this workspace", to)
+		return rpc.Errorf(rpc.CodeNotFound, "there is no client %q in this workspace", msg.To).
+			WithHint("await ws.status(detail=True) lists the connected ones")
 	}
-	var id int64
 	if err := m.store.Do(func(t *store.Tx) (err error) {
-		id, err = t.Send(from, to, text, nil, nil, now())
+		msg.ID, err = t.Send(msg.From, msg.To, msg.Text, msg.Data, msg.ReplyTo, msg.CreatedAt)
 		return err
 	}); err != nil {
-		return 0, storageError(err, "the message was not sent")
+		return storageError(err, "the message was not sent")
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if c := m.clients[to]; c != nil && id > c.newest {
+	if c := m.clients[msg.To]; c != nil && msg.ID > c.newest {
 		c.unread++
-		c.newest = id
+		c.newest = msg.ID
 		close(c.mail)
 		c.mail = make(chan struct{})
 	}
-	return id, nil
+	if ch := m.arrivals[msg.To]; ch != nil {
+		close(ch)
+		delete(m.arrivals, msg.To)
+	}
+	return nil
 }
 
 // fitPreviews cuts messages to what the budget allows: the last one may be shortened.

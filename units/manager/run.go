@@ -53,6 +53,7 @@ func (r *run) changed() <-chan struct{} {
 
 // publish makes a stored state visible. Called with mu held.
 func (m *Manager) publish(r *run, e store.Entity) {
+	e.Seq = max(e.Seq, r.Seq) // of a task it is known only once its record is stored
 	r.Entity = e
 	if r.change != nil {
 		close(r.change)
@@ -97,6 +98,7 @@ type change struct {
 	events  []api.LogEvent // of the lifecycle
 	final   func(*store.Entity)
 	cut     bool // output was dropped
+	insert  bool // there is no record yet
 	bytes   int64
 }
 
@@ -108,13 +110,14 @@ type staged struct {
 	offset int64
 	entity store.Entity
 	whole  bool // the record changes, not only the journal
+	insert bool
 	events []api.LogEvent
 }
 
 // stage fixes the effect of a change. Called with mu held.
 func (m *Manager) stage(c *change) *staged {
 	r := c.run
-	s := &staged{run: r}
+	s := &staged{run: r, insert: c.insert}
 	e := &r.next
 	if !c.batch.Empty() {
 		s.data, s.ends = c.batch.Take()
@@ -209,7 +212,11 @@ func (s *staged) write(t *store.Tx) error {
 		}
 	}
 	var err error
-	if s.whole {
+	if s.insert {
+		if _, err = t.Insert(&s.entity); err == nil { // which knows nothing of a journal
+			err = t.Update(&s.entity)
+		}
+	} else if s.whole {
 		err = t.Update(&s.entity)
 	} else if len(s.data) > 0 {
 		err = t.Progress(s.entity.ID, s.entity.JournalEvents, s.entity.JournalBytes)

@@ -49,7 +49,7 @@ func (r *runner) start(ctx context.Context, name, path string, argv []string, di
 		outW.Close()
 		return nil, err
 	}
-	p := &process{sup: sup, unit: "job-" + newID() + ".service", stdout: outR, stderr: errR, ended: make(chan struct{})}
+	p := &process{sup: sup, unit: "call-" + newID() + ".service", stdout: outR, stderr: errR, ended: make(chan struct{})}
 	u := &spec.Unit{Name: p.unit, Description: name, CollectMode: "inactive-or-failed", Service: &spec.Service{
 		Type: spec.TypeOneshot, ExecStart: []spec.Command{{Path: path, Args: argv, NoExpand: true}},
 		WorkingDirectory: dir, Environment: env, ExactEnvironment: true,

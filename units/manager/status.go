@@ -50,20 +50,27 @@ func (m *Manager) status(p api.StatusParams) *api.Status {
 	if s.Kernel.Blocked != nil {
 		s.Kernel.State = "blocked"
 	}
-	active := map[string][]string{}
+	active, tasks := map[string][]string{}, map[string][]string{}
 	for _, r := range m.sortedLive() {
-		if r.State == api.Queued {
+		switch {
+		case r.kind == kindTask:
+			tasks[r.connection] = append(tasks[r.connection], store.TaskID(r.id))
+			continue
+		case r.State == api.Queued:
 			s.Queued = append(s.Queued, r.id)
-		} else {
+		default:
 			s.Active = append(s.Active, r.id)
 		}
 		active[r.connection] = append(active[r.connection], r.id)
+	}
+	for _, j := range m.activeJobs() {
+		tasks[j.ConnectionID] = append(tasks[j.ConnectionID], j.ID)
 	}
 	s.ConnectionCount, s.ClientCount = len(m.conns), len(m.clients)
 	if p.Detail {
 		for c := range m.conns {
 			x := api.Connection{ConnectionID: c.id, Kind: c.kind, Name: c.name, Version: c.version, ConnectedAt: c.since, LastActivity: c.activity,
-				Active: append([]string{}, active[c.id]...), TaskIDs: []string{}}
+				Active: append([]string{}, active[c.id]...), TaskIDs: append([]string{}, tasks[c.id]...)}
 			if c.client != nil {
 				id := c.client.id
 				x.ClientID = &id
@@ -152,6 +159,10 @@ func (m *Manager) addOutput(e *api.LogEvent) {
 	if e.Event != "output" {
 		return
 	}
+	if isJob(e.Kind) {
+		m.addJobOutput(e)
+		return
+	}
 	from, _ := e.Data["cursor"].(float64)
 	n, _ := e.Data["events"].(float64)
 	if n < 1 {
@@ -216,18 +227,19 @@ func (m *Manager) history(_ context.Context, p api.HistoryParams) (*api.HistoryP
 }
 
 func (m *Manager) record(_ context.Context, p api.RecordParams) (*api.Record, error) {
-	e, err := m.store.Entity(p.ID)
+	e, err := m.entity(p.ID)
 	if err != nil {
-		return nil, storageError(err, "the record could not be read")
-	}
-	if e == nil {
-		return nil, rpc.Errorf(rpc.CodeNotFound, "there is no record %q in this workspace", p.ID).WithHint("mypr-mcp logs shows recent ones")
+		return nil, err
 	}
 	return recordOf(e), nil
 }
 
 func recordOf(e *store.Entity) *api.Record {
-	return &api.Record{ID: e.ID, Kind: e.Kind, ClientID: e.Client, ConnectionID: e.Connection, RequestID: e.Request, Generation: e.Generation,
+	id := e.ID
+	if e.Kind == kindTask {
+		id = store.TaskID(e.ID)
+	}
+	return &api.Record{ID: id, HistoryID: e.ID, ExecID: e.Exec, Kind: e.Kind, ClientID: e.Client, ConnectionID: e.Connection, RequestID: e.Request, Generation: e.Generation,
 		State: e.State, Code: e.Code, Error: e.Error, ErrorInfo: e.ErrorInfo, Truncated: e.Truncated, OutputEvents: e.JournalEvents,
 		OutputBytes: e.OutputBytes, CreatedAt: e.Created, StartedAt: e.Started, FinishedAt: e.Finished}
 }

@@ -1,12 +1,14 @@
 package journal
 
 import (
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 )
 
@@ -38,8 +40,12 @@ func New(dir, id string) *Log {
 	return &Log{path: path, index: index, offsets: []int64{0}}
 }
 
-// Paths are the files of an execution's journal.
+// Paths are the files of an execution's journal. The id of a Python task has a name of
+// its client's choice in it, which is no file name.
 func Paths(dir, id string) (journal, index string) {
+	if strings.HasPrefix(id, "python:") {
+		id = fmt.Sprintf("task-%x", sha256.Sum256([]byte(id)))
+	}
 	return filepath.Join(dir, id+".jsonl"), filepath.Join(dir, id+".idx")
 }
 

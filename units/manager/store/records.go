@@ -29,6 +29,7 @@ type Entity struct {
 // Record is the part of an entity that no query looks into.
 type Record struct {
 	Connection     string         `json:"connection_id,omitempty"`
+	Exec           string         `json:"exec_id,omitempty"` // the cell that started it, where it is no cell itself
 	Started        float64        `json:"started_at,omitempty"`
 	Finished       float64        `json:"finished_at,omitempty"`
 	OutputBytes    int64          `json:"output_bytes,omitempty"` // text and artifacts

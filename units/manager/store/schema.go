@@ -46,13 +46,17 @@ CREATE TABLE generations(
 	seq INTEGER PRIMARY KEY AUTOINCREMENT, generation TEXT NOT NULL UNIQUE, started REAL NOT NULL,
 	acked INTEGER NOT NULL DEFAULT 0, ended REAL, cause TEXT NOT NULL DEFAULT '', text TEXT NOT NULL DEFAULT ''
 );
+`, `
+-- A Python task by the name its client gave it: the id is python:<generation>:<name>.
+CREATE INDEX entities_task ON entities(substr(id, 41), seq) WHERE kind = 'python';
+CREATE INDEX messages_reply ON messages(recipient, reply_to, id) WHERE acknowledged IS NULL AND reply_to IS NOT NULL;
 `}
 
 // checkedPages is the size up to which the database is checked at each start.
 const checkedPages = 2048
 
 // Version is the schema version that this program writes.
-const Version = 1
+const Version = 2
 
 func (t *Tx) migrate() error {
 	have, err := t.scalar("PRAGMA user_version")

@@ -1,0 +1,74 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+
+	"mypr/internal/config"
+	"mypr/internal/workspace"
+	"mypr/kernel"
+	"mypr/supervisor/spec"
+	"mypr/units"
+	"mypr/units/jobs"
+	"mypr/units/manager"
+)
+
+// background is units/jobs as the manager sees it.
+type background struct {
+	*jobs.Service
+	methods map[string]jobs.Method
+}
+
+func (b background) Handles(method string) bool { return b.methods[method] != nil }
+
+func (b background) Call(ctx context.Context, c manager.Call, generation string) (any, error) {
+	return b.methods[c.Method](ctx, jobs.Caller{ClientID: c.ClientID, ConnectionID: c.ConnectionID, ExecID: c.ExecID, Generation: generation}, json.RawMessage(c.Params))
+}
+
+var _ manager.Jobs = background{}
+
+// backgroundJobs makes what answers ws.shell and ws.packages. base is the environment
+// before config.toml, run starts the programs that fetch uv.
+func backgroundJobs(w *workspace.Workspace, loader *units.Loader, cfg *config.Config, base []string, log *slog.Logger) func(manager.JobsHost) manager.Jobs {
+	return func(host manager.JobsHost) manager.Jobs {
+		s := jobs.New(jobs.Options{
+			Dir: filepath.Join(w.Root, "jobs"),
+			Supervisor: func(ctx context.Context) (jobs.Supervisor, error) {
+				sup, err := host.Supervisor(ctx)
+				if err != nil {
+					return nil, err
+				}
+				full, ok := sup.(jobs.Supervisor)
+				if !ok {
+					return nil, fmt.Errorf("%T runs no jobs", sup)
+				}
+				return full, nil
+			},
+			History: host, Admit: host.Admit,
+			Unit: func() (*spec.Unit, error) {
+				u, warnings, err := loader.Load(units.JobDefaults)
+				for _, text := range warnings {
+					log.Warn("unit file", "warning", text)
+				}
+				return u, err
+			},
+			Packages: func(ctx context.Context) (jobs.Packages, error) {
+				cfg, _, err := config.Load(w.Root)
+				if err != nil {
+					return jobs.Packages{}, err
+				}
+				env, _ := cfg.Environ(base)
+				in := kernel.Installer(ctx, kernel.Options{Root: w.Root, Workspace: w.Dir, Env: withoutService(env), Run: host.Runner()})
+				return jobs.Packages{UV: in.UV, Problem: in.Problem, Python: in.Python, Requirements: filepath.Join(w.Root, "requirements.txt"),
+					Dir: w.Dir, Env: in.Env}, ctx.Err()
+			},
+			OutputBytes: cfg.Limits.OutputBytes, Completed: cfg.Limits.CompletedRecords, Logger: log,
+		})
+		return background{s, s.Methods()}
+	}
+}
+
+var _ jobs.History = manager.JobsHost{}
