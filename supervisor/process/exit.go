@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strconv"
 	"sync"
 	"syscall"
 
@@ -96,9 +97,9 @@ func (p *Process) Close() {
 // Progress is what Collect found.
 type Progress int
 
-// A process that is not our child may have Ended without being reaped by its parent
-// yet (Unreaped): its exit status can be learned only after that, when the pidfd
-// hangs up.
+// A process that is not our child may have ended without being reaped by its parent
+// yet (Unreaped), in a way that we may not read in /proc: its exit status can be
+// learned only after that, when the pidfd hangs up.
 const (
 	Running Progress = iota
 	Unreaped
@@ -152,6 +153,9 @@ func (p *Process) foreignExit() (Exit, Progress) {
 		}
 		break
 	}
+	if e := p.zombieExit(); e.Known {
+		return e, Ended
+	}
 	if !hasExitInfo() {
 		return Exit{}, Ended
 	}
@@ -163,6 +167,25 @@ func (p *Process) foreignExit() (Exit, Progress) {
 		return Exit{}, Ended // reaped, and the kernel kept nothing
 	}
 	return Exit{}, Unreaped
+}
+
+// zombieExit reads the exit status of somebody else's child that nobody has reaped yet
+// from /proc/PID/stat. The field is 0 for those who may not see it, so it counts only
+// after a check that asks for the same permission (ptrace read access).
+func (p *Process) zombieExit() Exit {
+	const exitCode = 52 - 3 // its place in proc_pid_stat(5), less the fields before the state
+	f, err := statFields(p.PID)
+	if err != nil || len(f) <= exitCode || f[0][0] != 'Z' || string(f[19]) != strconv.FormatUint(p.StartTime, 10) {
+		return Exit{}
+	}
+	if _, err := os.Readlink("/proc/" + strconv.Itoa(p.PID) + "/ns/pid"); errors.Is(err, os.ErrPermission) {
+		return Exit{}
+	}
+	n, err := strconv.ParseUint(string(f[exitCode]), 10, 32)
+	if err != nil {
+		return Exit{}
+	}
+	return exitOf(syscall.WaitStatus(n), nil)
 }
 
 // hasExitInfo: the ioctl is there (6.13) and the kernel may keep exit information.
