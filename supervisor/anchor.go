@@ -79,6 +79,8 @@ func (s *Supervisor) takeAnchored(st *saved) {
 		switch err := json.Unmarshal(e.Info, &r); {
 		case err != nil:
 			unix.Close(e.FD)
+		case r.Kind == fdProgram:
+			s.program[r.Name] = os.NewFile(uintptr(e.FD), r.Name)
 		case st != nil:
 			r.FD = e.FD
 			st.FDs = append(st.FDs, r)
@@ -123,6 +125,9 @@ func (s *Supervisor) anchor() {
 			defer f.Close()
 			own, files = append(own, fdRecord{Kind: fdNotify}), append(files, f)
 		}
+	}
+	for name, f := range s.opt.Keep {
+		own, files = append(own, fdRecord{Kind: fdProgram, Name: name}), append(files, f)
 	}
 	s.hold("", own, files)
 	for _, u := range s.sorted() {

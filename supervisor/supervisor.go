@@ -68,8 +68,8 @@ type Options struct {
 	// Begin is called by Run once it is known whose supervisor this is, before any
 	// socket listens. Its error ends Run. May be nil.
 	Begin func(Takeover) error
-	// Keep are descriptors of the program's own that go over a re-execution, by name;
-	// Begin gets them back. Begin may still add to it.
+	// Keep are descriptors of the program's own that go over a re-execution, and over the
+	// death of the supervisor when it has an anchor, by name; Begin gets them back. Begin may still add to it.
 	Keep map[string]*os.File
 	// Inherited are listening sockets from a service manager or an earlier supervisor,
 	// by descriptor name. The supervisor closes those that no unit takes.
@@ -123,9 +123,10 @@ type Supervisor struct {
 	goodbyes  []chan struct{} // closed when they were sent
 	reexec    *reexecRequest
 	anchored  anchorage
-	staleKeys []uint64   // of what the anchor holds from before
-	unclaimed []*os.File // sockets that it handed back and nobody knew of
-	listener  *os.File   // the control socket
+	staleKeys []uint64            // of what the anchor holds from before
+	unclaimed []*os.File          // sockets that it handed back and nobody knew of
+	program   map[string]*os.File // descriptors of Options.Keep of before
+	listener  *os.File            // the control socket
 }
 
 // New checks the options. Nothing is started before Run.
@@ -144,7 +145,7 @@ func New(opt Options) (*Supervisor, error) {
 	}
 	return &Supervisor{
 		opt: opt, log: opt.Logger, queue: newQueue(), started: time.Now(), stopped: make(chan struct{}),
-		units: map[string]*unit{}, procs: map[int]*proc{}, dirty: map[*unit]struct{}{}, subs: map[*subscription]struct{}{},
+		program: map[string]*os.File{}, units: map[string]*unit{}, procs: map[int]*proc{}, dirty: map[*unit]struct{}{}, subs: map[*subscription]struct{}{},
 	}, nil
 }
 
@@ -159,7 +160,8 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 		return s.refuse(err)
 	}
 	if f := s.opt.Begin; f != nil {
-		if err := f(Takeover{Instance: s.opt.Instance, Kept: before.program()}); err != nil {
+		maps.Copy(s.program, before.program())
+		if err := f(Takeover{Instance: s.opt.Instance, Kept: s.program}); err != nil {
 			return s.refuse(err)
 		}
 	}

@@ -57,10 +57,19 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	keep := map[string]*os.File{}
 	// Held until the session is up or has failed, like the one that a starter passes on.
 	starting := func() {}
-	if !supervisor.Reexecuted() {
+	lockSupervisor := func() error {
 		ctx, cancel := context.WithTimeout(ctx, lockPatience)
 		defer cancel()
-		if !starter.Holds() && !takeover {
+		lock, err := w.SupervisorLock(ctx)
+		if err == nil {
+			keep[supervisorLock] = lock.File()
+		}
+		return err
+	}
+	if !takeover {
+		ctx, cancel := context.WithTimeout(ctx, lockPatience)
+		defer cancel()
+		if !starter.Holds() {
 			startup, err := w.StartupLock(ctx)
 			if err != nil {
 				return err
@@ -68,12 +77,9 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 			starting = func() { startup.Close() }
 			defer starting()
 		}
-		lock, err := w.SupervisorLock(ctx)
-		if err != nil {
+		if err := lockSupervisor(); err != nil {
 			return err
 		}
-		defer lock.Close()
-		keep[supervisorLock] = lock.File()
 	}
 	if err := w.PrepareRuntimeDir(); err != nil {
 		return err
@@ -104,6 +110,10 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 		Begin: func(t supervisor.Takeover) error {
 			if f := t.Kept[supervisorLock]; f != nil {
 				keep[supervisorLock] = f // for the whole life of the process
+			} else if takeover {
+				if err := lockSupervisor(); err != nil {
+					return err
+				}
 			}
 			return w.RecordSupervisor(ctx, t.Instance, version(), origin)
 		},
