@@ -45,6 +45,8 @@ class Request:
 
 targets: tuple[Request, ...] = ()  # replaced as a whole, by the I/O thread
 _main_thread = get_ident()  # this module is imported by it
+stopping = False  # SIGTERM has been handled
+wakeup_fd = -1  # where Python writes the number of each signal, for the I/O thread
 missed = False  # a signal came while the kernel's own code ran
 
 
@@ -56,10 +58,17 @@ def install() -> None:
     """Take SIGINT. On the main thread; again before each cell, as cells may take it away."""
     if _signal.getsignal(_signal.SIGINT) is not _on_sigint:
         _signal.signal(_signal.SIGINT, _on_sigint)
+    # A signal that comes just before the main thread waits would not end the wait; the I/O
+    # thread, told through this descriptor, does. asyncio's add_signal_handler puts its own
+    # there, with the same effect, and -1 when the last handler is removed.
+    other = _signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
+    if other not in (-1, wakeup_fd):
+        _signal.set_wakeup_fd(other, warn_on_full_buffer=False)
 
 
 def leave() -> None:
     """In a forked child: signals mean what they mean in any program."""
+    _signal.set_wakeup_fd(-1)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
 
@@ -68,6 +77,10 @@ def wait(gate: Any, timeout: float = -1) -> bool:
     """Acquire a lock. On the main thread an interrupt may end the wait. False: it took too long."""
     acquired: bool = gate.acquire(timeout=timeout)
     return acquired
+
+
+# Code of the kernel that may be interrupted: nothing is half done in it.
+safe = {wait.__code__}
 
 
 def pass_on() -> None:
@@ -111,8 +124,8 @@ def interruptible(frame: FrameType | None) -> bool:
     """Whether an exception may be raised in this frame: user code, or what it called."""
     if frame is None:
         return False
-    if frame.f_code is wait.__code__:
-        return True  # nothing is held there, before or after
+    if frame.f_code in safe:
+        return True
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if is_kernel(frame) or name in ("asyncio.events", "asyncio.base_events"):

@@ -19,6 +19,7 @@ from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from . import interrupts
 from .cells import Cell, current
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class Shell(InteractiveShell):  # type: ignore[misc]
             process.stdout.close()
             self.user_ns["_exit_code"] = process.wait()
 
+    interrupts.safe.add(system.__code__)
     system_piped = system
     system_raw = system
 

@@ -444,6 +444,7 @@ class Kernel:
         cell.task.cancel()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        interrupts.stopping = True
         if self._exit is None:
             self._exit = 0
         if self.loop is not None:

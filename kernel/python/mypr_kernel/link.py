@@ -17,7 +17,7 @@ import os
 import select
 import sys
 import time
-from _signal import SIGINT, pthread_kill
+from _signal import SIGINT, SIGTERM, pthread_kill
 from _thread import allocate_lock, start_new_thread
 from collections import deque
 
@@ -129,6 +129,7 @@ class Link:
         self._requests: list[interrupts.Request] = []
         self._tries: dict[str, int] = {}  # exec id -> interrupts so far
 
+        self._signals, interrupts.wakeup_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._epoll = select.epoll()
         self._pipes = select.epoll()  # the captured pipes alone; asked by the main thread too
         self._paused = False  # the captured pipes are not read: the ring is full
@@ -136,9 +137,11 @@ class Link:
         self._reconnect_delay = RECONNECT_FIRST
         self._ping_at = time.monotonic() if notifier.interval else 0.0
         self._look_at = 0.0
+        self._stop_at = 0.0
         self._blocked: dict[str, Any] | None = None
 
     def start(self) -> None:
+        self._epoll.register(self._signals, select.EPOLLIN)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         for fd in self._captured:
             self._epoll.register(fd, select.EPOLLIN)
@@ -220,6 +223,10 @@ class Link:
         for fd, mask in ready:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
+            elif fd == self._signals:
+                if SIGTERM in os.read(fd, 64):
+                    self._stop_at = time.monotonic()
+                self._wake_main()
             elif fd in self._captured:
                 self._read_pipes()
             elif self._socket is not None and fd == self._socket.fileno():
@@ -234,7 +241,7 @@ class Link:
         self._posted = True
 
     def _timeout(self) -> float | None:
-        at = [t for t in (self._reconnect_at, self._ping_at, self._look_at) if t]
+        at = [t for t in (self._reconnect_at, self._ping_at, self._look_at, self._stop_at) if t]
         at += [t for r in self._requests for t in (r.answer_at, r.signal_at) if t]
         return max(min(at) - time.monotonic(), 0.0) if at else None
 
@@ -248,6 +255,11 @@ class Link:
         if self._reconnect_at and now >= self._reconnect_at:
             self._reconnect_at = 0.0
             self._connect()
+        if self._stop_at and now >= self._stop_at:
+            # Until the handler has run: the signal may have come just before a system call.
+            self._stop_at = 0.0 if interrupts.stopping else now + RESEND_EVERY
+            if self._stop_at and self._turn.since:
+                pthread_kill(self.main_thread, SIGTERM)
         self._watch_loop(now)
         for request in list(self._requests):
             self._pursue(request, now)

@@ -141,7 +141,7 @@ class Bytes(io.BufferedIOBase):
 
     def __init__(self, text: Output) -> None:
         super().__init__()
-        self.raw = self  # type: ignore[assignment]
+        self.raw = self
         self._text = text
 
     def write(self, data: Any) -> int:
