@@ -76,6 +76,12 @@ func (c *connection) execute(ctx context.Context, p api.ExecuteParams) (*answer,
 		return nil, err
 	}
 	r, replayed, err := m.admit(c, p)
+	for errors.Is(err, errRestarting) {
+		if err := m.awaitRestart(ctx); err != nil {
+			return nil, err
+		}
+		r, replayed, err = m.admit(c, p)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -195,13 +201,17 @@ func (m *Manager) submit(op *store.Op, then func(error)) error {
 	return <-done
 }
 
+// errRestarting: the cell is for the next manager, or for this one if the restart is
+// called off.
+var errRestarting = errors.New("the runtime is being restarted")
+
 // refusal says why no cell may be taken now. Called with mu held.
 func (m *Manager) refusal(op, generation string) error {
 	switch {
 	case m.resetting:
 		return rpc.Errorf(rpc.CodeUnavailable, "%s: the session is being reset; nothing was run", op).WithHint("try again in a moment")
 	case m.restarting != nil:
-		return rpc.Errorf(rpc.CodeUnavailable, "%s: the runtime is being restarted (restart %s); nothing was run", op, m.restarting.ID).WithHint("try again in a moment")
+		return errRestarting
 	case m.stopping != nil:
 		return rpc.Errorf(rpc.CodeUnavailable, "%s: the runtime is being stopped (%s); nothing was run", op, m.stopReason).WithHint("call again to start a new one")
 	case generation != "" && generation != m.kernel.gen:

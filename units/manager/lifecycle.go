@@ -273,8 +273,9 @@ func (m *Manager) finishStopped() {
 // restartRecord is .mypr/restart.json.
 type restartRecord struct {
 	api.RestartResult
-	OriginExecID string      `json:"origin_exec_id,omitempty"` // the cell that asked
-	conn         *connection // that asked; its end without the manager's calls the restart off
+	OriginExecID string        `json:"origin_exec_id,omitempty"` // the cell that asked
+	conn         *connection   // that asked; its end without the manager's calls the restart off
+	over         chan struct{} // closed when it was called off
 }
 
 // restartPatience is how long after its last phase a restart record is believed.
@@ -324,7 +325,7 @@ func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) 
 		return nil, err
 	}
 	rec := &restartRecord{RestartResult: api.RestartResult{ID: newID(), State: "preparing", OldGeneration: m.kernel.gen, OldVersion: m.opts.Version,
-		NewVersion: p.Version, Target: p.Target, Force: p.Force, KeepKernel: p.KeepKernel, CreatedAt: now()}, conn: conn}
+		NewVersion: p.Version, Target: p.Target, Force: p.Force, KeepKernel: p.KeepKernel, CreatedAt: now()}, conn: conn, over: make(chan struct{})}
 	if rec.Target == "" {
 		rec.Target = m.opts.Executable
 	}
@@ -395,6 +396,26 @@ func (m *Manager) failRestart(rec *restartRecord, err error) {
 	defer m.mu.Unlock()
 	if m.restarting == rec {
 		m.restarting = nil
+		close(rec.over)
+	}
+}
+
+// awaitRestart holds a request while the manager is being replaced. It returns when the
+// restart was called off; when it comes about, the connection ends and the client asks
+// the next manager.
+func (m *Manager) awaitRestart(ctx context.Context) error {
+	for {
+		m.mu.Lock()
+		rec := m.restarting
+		m.mu.Unlock()
+		if rec == nil {
+			return nil
+		}
+		select {
+		case <-rec.over:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
 	}
 }
 

@@ -485,6 +485,9 @@ func (l *link) call(msg *wire.FromKernel) {
 		delete(l.calls, id)
 		l.mu.Unlock()
 		cancel()
+		if err != nil && l.m.ctx.Err() != nil {
+			return // it failed because this manager ends: the kernel asks the next one
+		}
 		r := wire.CallResult{Type: wire.TypeCallResult, ID: id, Result: result}
 		if err != nil {
 			r.Result, r.Error = nil, rpc.AsError(err)

@@ -1,0 +1,58 @@
+// Command faults kills the parts of a running session for a living and checks that
+// nothing is lost that can be kept, nothing runs twice and nothing is left.
+//
+// It runs the built program (-bin) in temporary workspaces with runtime directories of
+// their own. "faults soak" throws random faults at a session with four MCP clients and
+// jobs; "faults recovery" measures how long each kind of recovery takes; "faults
+// survive" checks what lives through each fault. The exit status is 1 when a promise
+// was broken.
+package main
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+)
+
+func main() {
+	bin := flag.String("bin", "bin/mypr-mcp", "the program")
+	n := flag.Int("n", 300, "faults of a soak")
+	kernels := flag.Bool("kernel", false, "soak: kill the kernel too")
+	seed := flag.Uint64("seed", uint64(time.Now().UnixNano()), "of the random faults")
+	keep := flag.Bool("keep", false, "leave the workspace for a look")
+	flag.Parse()
+	path, err := filepath.Abs(*bin)
+	if err != nil {
+		fatal(err)
+	}
+	ok := true
+	for _, what := range flag.Args() {
+		s, err := newSession(path)
+		if err != nil {
+			fatal(err)
+		}
+		good := false
+		switch what {
+		case "soak":
+			good = (&soak{s: s, faults: *n, kernels: *kernels, seed: *seed}).run()
+		default:
+			fatal(fmt.Errorf("unknown: %s", what))
+		}
+		ok = ok && good
+		if *keep || !good {
+			fmt.Fprintln(os.Stderr, "workspace and logs:", s.dir)
+		} else {
+			os.RemoveAll(s.root)
+		}
+	}
+	if !ok {
+		os.Exit(1)
+	}
+}
+
+func fatal(err error) {
+	fmt.Fprintln(os.Stderr, "faults:", err)
+	os.Exit(1)
+}
