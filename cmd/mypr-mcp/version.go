@@ -11,9 +11,15 @@ import (
 	"mypr/internal/api"
 )
 
-// version is the module version that the build recorded, with the revision where it
-// was built from a checkout.
+// buildVersion is set by packagers and tests: -ldflags '-X main.buildVersion=1.2.3'.
+var buildVersion string
+
+// version is buildVersion, else the module version that the build recorded, with the
+// revision where it was built from a checkout.
 var version = sync.OnceValue(func() string {
+	if buildVersion != "" {
+		return buildVersion
+	}
 	info, ok := debug.ReadBuildInfo()
 	if !ok || info.Main.Version == "" {
 		return "unknown"

@@ -51,7 +51,7 @@ var (
 const (
 	resetTimeout = 90 * time.Second // ends a kernel by escalation and starts another
 	stopTimeout  = 60 * time.Second
-	maxSends     = 5  // of one call: the manager may be dying of that very call
+	maxSends     = 12 // of one call: the manager may be dying of that very call; the supervisor gives it up after as many starts in a minute
 	maxAttaches  = 10 // in a row: connections that end before they are attached
 )
 

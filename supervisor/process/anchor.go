@@ -221,9 +221,11 @@ type anchor struct {
 }
 
 const (
-	// anchorTries bounds restarts of a supervisor that does not live for anchorStable.
+	// anchorTries bounds starts of a supervisor that dies before it has taken over. One
+	// that dies later is started for ever, after so many short lives with a pause.
 	anchorTries  = 6
 	anchorStable = 5 * time.Second
+	anchorPause  = 250 * time.Millisecond
 )
 
 func anchorMain(args []string) {
@@ -234,24 +236,30 @@ func anchorMain(args []string) {
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGPIPE)
 	unix.CloseOnExec(a.sock)
 	a.sock = high(a.sock)
-	fails := 0
+	quick, fails := 0, 0 // deaths in a row soon after a start; those before it had taken over
 	for {
 		began := time.Now()
-		bye := a.serve()
+		bye, heard := a.serve()
 		unix.Close(a.sock)
 		if bye {
 			os.Exit(0)
 		}
+		quick++
 		if time.Since(began) > anchorStable {
+			quick = 0
+		}
+		if heard {
 			fails = 0
 		}
 		for {
-			if fails == anchorTries {
-				a.say("the supervisor ends again and again: giving up; what runs goes on without one")
+			switch {
+			case fails == anchorTries:
+				a.say("the supervisor cannot take over: giving up; what runs goes on without one")
 				os.Exit(1)
-			}
-			if fails > 0 {
+			case fails > 0:
 				time.Sleep(50 * time.Millisecond << fails)
+			case quick > anchorTries:
+				time.Sleep(anchorPause)
 			}
 			fails++
 			a.say("the supervisor has ended unexpectedly: starting it again")
@@ -278,8 +286,9 @@ func high(fd int) int {
 	return n
 }
 
-// serve takes what the supervisor sends, until its farewell (true) or its end.
-func (a *anchor) serve() (bye bool) {
+// serve takes what the supervisor sends, until its farewell (bye) or its end. heard: it
+// has sent something, which it does once it has taken over.
+func (a *anchor) serve() (bye, heard bool) {
 	buf, oob := make([]byte, 256<<10), make([]byte, unix.CmsgSpace(4*253))
 	for {
 		n, oobn, flags, _, err := unix.Recvmsg(a.sock, buf, oob, unix.MSG_CMSG_CLOEXEC)
@@ -287,8 +296,9 @@ func (a *anchor) serve() (bye bool) {
 			continue
 		}
 		if err != nil || n == 0 {
-			return false
+			return false, heard
 		}
+		heard = true
 		fds := rights(oob[:oobn])
 		var m anchorMessage
 		if json.Unmarshal(buf[:n], &m) != nil || len(fds) != len(m.Add) {
@@ -310,7 +320,7 @@ func (a *anchor) serve() (bye bool) {
 			return true
 		})
 		if m.Bye {
-			return true
+			return true, true
 		}
 	}
 }

@@ -21,6 +21,7 @@ func main() {
 	n := flag.Int("n", 300, "faults of a soak")
 	kernels := flag.Bool("kernel", false, "soak: kill the kernel too")
 	seed := flag.Uint64("seed", uint64(time.Now().UnixNano()), "of the random faults")
+	sleep := flag.Int("sleep", 60, "survive: seconds that the awaiting cell sleeps")
 	keep := flag.Bool("keep", false, "leave the workspace for a look")
 	flag.Parse()
 	path, err := filepath.Abs(*bin)
@@ -37,6 +38,12 @@ func main() {
 		switch what {
 		case "soak":
 			good = (&soak{s: s, faults: *n, kernels: *kernels, seed: *seed}).run()
+		case "survive":
+			other, err := buildOther(s.root)
+			if err != nil {
+				fatal(err)
+			}
+			good = (&survive{s: s, other: other, sleep: *sleep}).run()
 		default:
 			fatal(fmt.Errorf("unknown: %s", what))
 		}

@@ -49,6 +49,17 @@ func newSession(bin string) (*session, error) {
 	if err := os.WriteFile(filepath.Join(s.dir, ".mypr", "config.toml"), []byte("[python]\nplain = true\n"), 0o600); err != nil {
 		return nil, err
 	}
+	// The start limits are for programs that cannot run, and this one is being killed more
+	// often than a minute allows.
+	for _, unit := range []string{"manager", "kernel"} {
+		dir := filepath.Join(s.dir, ".mypr", "units", unit+".service.d")
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return nil, err
+		}
+		if err := os.WriteFile(filepath.Join(dir, "faults.conf"), []byte("[Unit]\nStartLimitIntervalSec=0\n"), 0o600); err != nil {
+			return nil, err
+		}
+	}
 	for _, kv := range os.Environ() {
 		if !strings.HasPrefix(kv, "XDG_RUNTIME_DIR=") && !strings.HasPrefix(kv, "MYPR_") || strings.HasPrefix(kv, "MYPR_TIER=") {
 			s.env = append(s.env, kv)
