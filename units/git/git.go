@@ -249,21 +249,17 @@ func (s *Service) both(ctx context.Context, args ...string) (*output, string, er
 		root string
 		err  error
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
 	ch := make(chan answer, 1)
 	go func() {
 		root, err := s.top(ctx)
 		ch <- answer{root, err}
 	}()
 	out, err := s.git(ctx, args...)
-	if err != nil {
-		cancel()
-		<-ch
-		return nil, "", err
-	}
 	a := <-ch
-	return out, a.root, a.err
+	if a.err != nil { // says more about a missing repository: outside of one, "git diff" compares files
+		return nil, "", a.err
+	}
+	return out, a.root, err
 }
 
 // pathspecs checks the paths of a query. They are literal: no pattern, no magic.

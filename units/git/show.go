@@ -291,8 +291,9 @@ func parseTree(data []byte) (entries []TreeEntry, err error) {
 		}
 		if n, err := strconv.ParseInt(w[3], 10, 64); err == nil {
 			e.Size = &n
-		} else if w[1] == "blob" {
-			return nil, unexpected("ls-tree", record)
+		} else if w[1] == "blob" { // "BAD"
+			return nil, rpc.Errorf(CodeDamaged, "git cannot read the object %s, which is %s", e.ID, e.Path).
+				WithHint("await ws.shell.run([\"git\", \"fsck\"]) says what is damaged")
 		}
 		entries = append(entries, e)
 	}
