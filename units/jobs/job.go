@@ -93,7 +93,6 @@ func (s *Service) supervisor(ctx context.Context, f func(Supervisor) error) erro
 // launch starts the unit. When the connection ended before the answer, the unit is
 // looked for and never started a second time.
 func (j *job) launch(u *spec.Unit, p *startParams) (err error) {
-	defer close(j.started)
 	params := control.TransientParams{Unit: u}
 	var files []*os.File
 	if p.Input != nil && !p.PTY {
@@ -333,13 +332,15 @@ func (j *job) finish(u *control.UnitStatus, err error) {
 		j.explain()
 	}
 	j.mu.Unlock()
-	if err := j.save(); err != nil {
+	saved := make(chan error, 1)
+	go func() { saved <- j.save() }()
+	j.finishRecord(j.s.ctx)
+	if err := <-saved; err != nil {
 		j.mu.Lock()
 		j.unsaved = true
 		j.st.warn("metadata_not_saved", "the end of the job is known to the running manager only: "+err.Error())
 		j.mu.Unlock()
 	}
-	j.finishRecord(j.s.ctx)
 	j.s.completed(j)
 	close(j.over)
 	j.release()

@@ -277,6 +277,10 @@ func TestBytesAreKeptAndReplaced(t *testing.T) {
 	if err != nil || string(raw) != "a\xff\xc3\xa9\xc3" {
 		t.Fatalf("%q %v", raw, err)
 	}
+	ascii := must[RunResult](w, "shell.run", params("echo é", ""))
+	if rd := must[readResult](w, "shell.read", `{"id":"`+ascii.ID+`","raw":true}`); rd.Data != "" || rd.Output != "é\n" {
+		t.Fatalf("%+v", rd)
+	}
 	rd := must[readResult](w, "shell.read", `{"id":"`+r.ID+`","raw":true}`)
 	if b, _ := base64.StdEncoding.DecodeString(rd.Data); string(b) != string(raw) {
 		t.Fatalf("%q", b)
@@ -299,8 +303,20 @@ func TestDiskRefusesOutput(t *testing.T) {
 func TestHistoryRefusesTheStart(t *testing.T) {
 	w := newWorld(t)
 	w.h.fail = errors.New("database or disk is full")
-	_, err := call[Status](w, "shell.start", params("true", ""))
-	if rpc.CodeOf(err) != CodeStart || !strings.Contains(err.Error(), "disk is full") || w.f.starts != 0 {
+	r := must[RunResult](w, "shell.run", params("echo ran", ""))
+	if r.Stdout != "ran\n" || len(r.Warnings) != 1 || r.Warnings[0].Code != "record_not_saved" {
+		t.Fatalf("%+v", r)
+	}
+}
+
+func TestDiskRefusesTheStart(t *testing.T) {
+	w := newWorld(t)
+	id := newID()
+	if err := os.Mkdir(filepath.Join(w.dir, id+".json.new"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	_, err := call[Status](w, "shell.start", params("true", `"id":"`+id+`"`))
+	if rpc.CodeOf(err) != CodeStart || !strings.Contains(err.Error(), "not started") || w.f.starts != 0 {
 		t.Fatal(err, w.f.starts)
 	}
 }

@@ -25,7 +25,7 @@ type (
 		Stream   string  `json:"stream"`
 		MaxBytes int     `json:"max_bytes"`
 		WaitMS   int64   `json:"wait_ms"`
-		Raw      bool    `json:"raw"` // also the bytes, base64
+		Raw      bool    `json:"raw"` // also the bytes, base64, where the text is not exactly them
 	}
 	readResult struct {
 		ID        string        `json:"id"`
@@ -178,11 +178,16 @@ func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startPara
 
 // startError waits until the job runs or could not be started.
 func (j *job) startError(ctx context.Context) error {
-	select {
-	case <-j.started:
-	case <-j.over:
-	case <-ctx.Done():
-		return ctx.Err()
+	if err := j.answered(ctx); err != nil {
+		return err
+	}
+	j.mu.Lock()
+	starting := j.st.State == api.Running && j.st.Invocation == ""
+	j.mu.Unlock()
+	if starting { // it could not be started, and that is about to be its end
+		if err := j.wait(ctx, nil); err != nil {
+			return err
+		}
 	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -195,27 +200,32 @@ func (j *job) startError(ctx context.Context) error {
 // run is the life of a job. Nobody's patience ends it.
 func (j *job) run(u *spec.Unit, p *startParams) {
 	fail := func(err error) {
+		close(j.started)
 		j.finish(nil, err)
 		j.s.wg.Done()
 	}
-	// The description and the record are there before the command is: a manager that
-	// comes after a crash finds whatever may run.
-	st := j.status()
+	// The description is there before the command is, so that a manager that comes after
+	// a crash knows what it finds running. The record of it in the history, which takes
+	// as long again, is made meanwhile; nobody hears of the job before both are.
 	if err := j.save(); err != nil {
-		close(j.started)
 		fail(rpc.Errorf(CodeStart, "the job could not be recorded, so it was not started: %v", err))
 		return
 	}
+	st := j.status()
 	j.mu.Lock()
 	e := j.event(api.Running, nil)
 	j.mu.Unlock()
-	if err := j.s.o.History.Save(j.s.ctx, st.record(), e); err != nil {
-		close(j.started)
-		fail(rpc.Errorf(CodeStart, "the job could not be recorded, so it was not started: %v", err))
-		return
+	recorded := make(chan error, 1)
+	go func() { recorded <- j.s.o.History.Save(j.s.ctx, st.record(), e) }()
+	err := j.launch(u, p)
+	if rerr := <-recorded; err == nil && rerr != nil && j.s.ctx.Err() == nil {
+		j.mu.Lock()
+		j.st.warn("record_not_saved", "the job is not in the history: "+rerr.Error())
+		j.mu.Unlock()
 	}
-	if err := j.launch(u, p); err != nil {
-		if j.s.ctx.Err() != nil {
+	if err != nil {
+		if j.s.ctx.Err() != nil { // the next manager looks for it
+			close(j.started)
 			j.s.wg.Done()
 			return
 		}
@@ -225,6 +235,7 @@ func (j *job) run(u *spec.Unit, p *startParams) {
 		fail(err)
 		return
 	}
+	close(j.started)
 	if p.PTY && p.Input != nil {
 		j.s.goIfOpen(func() { j.feed(*p.Input) })
 	}
@@ -355,7 +366,7 @@ func (s *Service) read(ctx context.Context, _ Caller, p readParams) (*readResult
 			c.Offset = pg.next
 			r := &readResult{ID: j.id, Output: pg.text, Cursor: c.String(), HasMore: pg.more, State: st.State,
 				Truncated: st.Truncated, Warnings: st.Warnings, Error: st.Error}
-			if p.Raw {
+			if p.Raw && !utf8.Valid(pg.data) {
 				r.Data = encodeBytes(pg.data)
 			}
 			return r, nil
@@ -516,7 +527,7 @@ func (s *Service) write(ctx context.Context, _ Caller, p writeParams) (writeResu
 	if err != nil {
 		return writeResult{}, err
 	}
-	if err := j.wait0(ctx); err != nil {
+	if err := j.answered(ctx); err != nil {
 		return writeResult{}, err
 	}
 	select {
@@ -558,8 +569,8 @@ func (s *Service) write(ctx context.Context, _ Caller, p writeParams) (writeResu
 	return r, j.closeStdin(ctx)
 }
 
-// wait0 waits until the start is answered.
-func (j *job) wait0(ctx context.Context) error {
+// answered waits until the supervisor has answered the start.
+func (j *job) answered(ctx context.Context) error {
 	select {
 	case <-j.started:
 	case <-j.over:
@@ -636,7 +647,7 @@ func (s *Service) resize(ctx context.Context, _ Caller, p resizeParams) (resizeR
 	if err != nil {
 		return resizeResult{}, err
 	}
-	if err := j.wait0(ctx); err != nil {
+	if err := j.answered(ctx); err != nil {
 		return resizeResult{}, err
 	}
 	j.mu.Lock()

@@ -176,8 +176,9 @@ class Job(Handle):
         ended = page["state"] in TERMINAL
         if ended and not self.done:
             self._know(await self._calls.request("shell.status", {"id": self.id}, True))
-        data = a2b_base64(page.get("data", ""))
-        return Chunk(page["output"], data, page["cursor"], page["has_more"], ended)
+        data = page.get("data")
+        raw = a2b_base64(data) if data else page["output"].encode()
+        return Chunk(page["output"], raw, page["cursor"], page["has_more"], ended)
 
     async def _skip(self, cursor: str | None, stream: str, chunks: list[Chunk], chars: int) -> str:
         text = "".join(c.text for c in chunks)
@@ -239,8 +240,9 @@ class Shell:
         "cpu": 1.5, "pids": 200, "time": 600}.
 
         Returns id, state, returncode, stdout and stderr (``max_bytes`` together, stdout
-        first), timed_out, truncated, and what status() of a job has. A returncode other
-        than 0 is returned; with ``check`` it raises ShellError, which has ``result``.
+        first), timed_out, truncated; where there is something to say signal, error, hint,
+        warnings; memory_peak (bytes) and cpu_seconds where the machine tells. A returncode
+        other than 0 is returned; with ``check`` it raises ShellError, which has ``result``.
         ``ws.tasks.get(result["id"]).output()`` has all output that was kept (16 MiB).
         Raises RPCError (LookupError for a program or directory that is not there) when it
         cannot be started.
@@ -255,6 +257,7 @@ class Shell:
             if not isinstance(e, RPCError):
                 await self._abandon(params["id"])
             raise
+        result = {key: result[key] for key in _RESULT if key in result}
         result.setdefault("timed_out", False)
         if check and result["state"] != "succeeded":
             raise ShellError(f"{_title(command)}: {result.get('error') or result['state']}", result)
@@ -295,6 +298,24 @@ class Shell:
         params = _params(command, cwd, env, inherit_env, input, pty, rows, cols, limits)
         params["stdin"] = bool(stdin)
         return self._tasks._job(await self._calls.request("shell.start", params, True))
+
+
+# What run() returns: what the caller cannot know. The rest is in the job's status.
+_RESULT = (
+    "id",
+    "state",
+    "returncode",
+    "stdout",
+    "stderr",
+    "timed_out",
+    "truncated",
+    "signal",
+    "error",
+    "hint",
+    "warnings",
+    "memory_peak",
+    "cpu_seconds",
+)
 
 
 def _params(
