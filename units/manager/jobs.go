@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"errors"
 	"strings"
 	"time"
 
@@ -42,12 +43,20 @@ func (h JobsHost) Runner() kernel.Runner { return &runner{h.m} }
 
 // Admit lets a job begin unless the runtime is about to change. release is called
 // when the job is among Active.
-func (h JobsHost) Admit(context.Context) (release func(), err error) {
+func (h JobsHost) Admit(ctx context.Context) (release func(), err error) {
 	m := h.m
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if err := m.refusal("start", ""); err != nil {
-		return nil, err
+	for err = m.refusal("start", ""); err != nil; err = m.refusal("start", "") {
+		if !errors.Is(err, errRestarting) {
+			return nil, err
+		}
+		m.mu.Unlock()
+		err = m.awaitRestart(ctx)
+		m.mu.Lock()
+		if err != nil {
+			return nil, err
+		}
 	}
 	m.admitting++
 	return func() {
