@@ -73,10 +73,6 @@ func (c *cli) manager(ctx context.Context) error {
 	origin.Changed = changed
 	setEnvironment(env)
 
-	services, err := services(w, log)
-	if err != nil {
-		return err
-	}
 	loader := units.NewLoader(w.Dir, exe, w.Stem())
 	return manager.Run(ctx, manager.Options{
 		Workspace: w, Runtime: runtime, Kernel: kernelSocket, KernelSocket: kernelSocket.Addr().String(),
@@ -91,7 +87,7 @@ func (c *cli) manager(ctx context.Context) error {
 			}
 			return u, err
 		},
-		Services: services, Jobs: backgroundJobs(w, loader, cfg, started, log),
+		Services: services(w, log), Jobs: backgroundJobs(w, loader, cfg, started, log),
 		Limits: manager.Limits{
 			OutputBytes: cfg.Limits.OutputBytes, CompletedTasks: cfg.Limits.CompletedTasks,
 			CompletedRecords: cfg.Limits.CompletedRecords, CacheBytes: cfg.Limits.CacheBytes,

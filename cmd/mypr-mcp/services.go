@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"maps"
 	"os"
@@ -11,25 +12,25 @@ import (
 	"mypr/internal/rpc"
 	"mypr/internal/workspace"
 	"mypr/units/files"
+	"mypr/units/git"
 	"mypr/units/manager"
 	"mypr/units/search"
 )
 
-// services makes what answers ws.fs and its like, given the runner of programs that
-// only the manager has.
-func services(w *workspace.Workspace, log *slog.Logger) (func(job.Runner) func(context.Context, manager.Call) (any, error), error) {
-	fs, err := files.New(w.Dir)
-	if err != nil {
-		return nil, err
-	}
+// services makes what answers ws.fs and ws.git, given the runner of programs that only
+// the manager has.
+func services(w *workspace.Workspace, log *slog.Logger) func(job.Runner) func(context.Context, manager.Call) (any, error) {
 	return func(run job.Runner) func(context.Context, manager.Call) (any, error) {
-		methods := fs.Methods()
-		find, err := search.New(search.Options{Root: w.Dir, Runner: run, Env: os.Environ()})
-		if err != nil { // the directory is gone since files.New looked at it
-			log.Error("no search", "error", err)
-		} else {
-			maps.Copy(methods, find.Methods())
+		fs, err := files.New(w.Dir)
+		find, ferr := search.New(search.Options{Root: w.Dir, Runner: run, Env: os.Environ()})
+		repo, gerr := git.New(git.Options{Root: w.Dir, Runner: run, Env: os.Environ()})
+		if err := errors.Join(err, ferr, gerr); err != nil { // the directory is gone
+			log.Error("no services for the Python API", "error", err)
+			return func(context.Context, manager.Call) (any, error) { return nil, err }
 		}
+		methods := fs.Methods()
+		maps.Copy(methods, find.Methods())
+		maps.Copy(methods, repo.Methods())
 		// At the first call, not at the start: it may take a while, and by then the
 		// manager's lock says that nobody else writes here.
 		recover := sync.OnceFunc(func() {
@@ -37,10 +38,7 @@ func services(w *workspace.Workspace, log *slog.Logger) (func(job.Runner) func(c
 			for _, r := range reports {
 				log.Warn("a change of files that was cut off was ended", "report", r)
 			}
-			if err == nil && find != nil {
-				err = find.Sweep()
-			}
-			if err != nil {
+			if err := errors.Join(err, find.Sweep(), repo.Sweep()); err != nil {
 				log.Error("cannot tidy up after an earlier manager", "error", err)
 			}
 		})
@@ -52,5 +50,5 @@ func services(w *workspace.Workspace, log *slog.Logger) (func(job.Runner) func(c
 			recover()
 			return method(ctx, call.Params)
 		}
-	}, nil
+	}
 }
