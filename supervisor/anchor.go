@@ -13,8 +13,8 @@ import (
 	"mypr/supervisor/sockets"
 )
 
-// anchorage is what the anchor (process.Anchor) is known to hold. Descriptors are told
-// apart by their *os.File, which is never used again for another one.
+// anchorage is what the anchor (process.Anchor), or a service manager in its place, is
+// known to hold. Descriptors are told apart by their *os.File, which is never used again for another one.
 type anchorage struct {
 	a     *process.Anchor // nil: there is none, now or at all
 	w     *watch
@@ -76,20 +76,30 @@ func (s *Supervisor) takeAnchored(st *saved) {
 		s.anchored.last = max(s.anchored.last, e.Key)
 		s.staleKeys = append(s.staleKeys, e.Key)
 		var r fdRecord
-		switch err := json.Unmarshal(e.Info, &r); {
-		case err != nil:
+		if json.Unmarshal(e.Info, &r) != nil {
 			unix.Close(e.FD)
-		case r.Kind == fdProgram:
-			s.program[r.Name] = os.NewFile(uintptr(e.FD), r.Name)
-		case st != nil:
-			r.FD = e.FD
-			st.FDs = append(st.FDs, r)
-		case r.Kind == fdListen || r.Kind == fdControl || r.Kind == fdNotify:
-			// Nothing else is known of before, but these addresses are taken by them.
-			s.unclaimed = append(s.unclaimed, os.NewFile(uintptr(e.FD), r.Name))
-		default:
-			unix.Close(e.FD)
+			continue
 		}
+		s.takeBack(st, r, e.FD)
+	}
+}
+
+// takeBack makes a descriptor that was kept over the supervisor's death look like what
+// comes over a re-execution.
+func (s *Supervisor) takeBack(st *saved, r fdRecord, fd int) {
+	switch {
+	case r.Kind == fdProgram:
+		f := os.NewFile(uintptr(fd), r.Name)
+		s.program[r.Name] = f
+		s.keys[f] = r.Key
+	case st != nil:
+		r.FD = fd
+		st.FDs = append(st.FDs, r)
+	case r.Kind == fdListen || r.Kind == fdControl || r.Kind == fdNotify:
+		// Nothing else is known of before, but these addresses are taken by them.
+		s.unclaimed = append(s.unclaimed, os.NewFile(uintptr(fd), r.Name))
+	default:
+		unix.Close(fd)
 	}
 }
 
@@ -119,16 +129,14 @@ func (s *Supervisor) anchor() {
 		an.a = a
 	}
 	an.held, an.begun = map[string]map[*os.File]uint64{}, time.Now()
-	own, files := []fdRecord{{Kind: fdControl}}, []*os.File{s.listener}
+	var nf *os.File
 	if s.notify != nil {
 		if f, err := s.notify.File(); err == nil {
 			defer f.Close()
-			own, files = append(own, fdRecord{Kind: fdNotify}), append(files, f)
+			nf = f
 		}
 	}
-	for name, f := range s.opt.Keep {
-		own, files = append(own, fdRecord{Kind: fdProgram, Name: name}), append(files, f)
-	}
+	own, files := s.ownFDs(nf)
 	s.hold("", own, files)
 	for _, u := range s.sorted() {
 		s.holdUnit(u)
@@ -147,16 +155,28 @@ func (s *Supervisor) anchor() {
 	}
 }
 
-// holdUnit brings the anchor up to date with one unit.
+// ownFDs are the descriptors that belong to no unit.
+func (s *Supervisor) ownFDs(notify *os.File) (records []fdRecord, files []*os.File) {
+	records, files = []fdRecord{{Kind: fdControl}}, []*os.File{s.listener}
+	if notify != nil {
+		records, files = append(records, fdRecord{Kind: fdNotify}), append(files, notify)
+	}
+	for name, f := range s.opt.Keep {
+		records, files = append(records, fdRecord{Kind: fdProgram, Name: name}), append(files, f)
+	}
+	return records, files
+}
+
+// holdUnit brings the keeper up to date with one unit.
 func (s *Supervisor) holdUnit(u *unit) {
 	records, files := u.fdsOf(false)
 	s.hold(u.name, records, files)
 }
 
-// hold makes the anchor hold exactly these of a unit.
+// hold makes the keeper hold exactly these of a unit.
 func (s *Supervisor) hold(name string, records []fdRecord, files []*os.File) {
-	an := &s.anchored
-	if an.a == nil {
+	an, k := &s.anchored, s.keeper()
+	if k == nil {
 		return
 	}
 	had := an.held[name]
@@ -166,6 +186,9 @@ func (s *Supervisor) hold(name string, records []fdRecord, files []*os.File) {
 	var add []process.Anchored
 	have := make(map[*os.File]uint64, len(files))
 	for i, f := range files {
+		if s.up != nil && records[i].Handed {
+			continue // its socket unit passes it at every start
+		}
 		key, ok := had[f]
 		if !ok {
 			an.last++
@@ -191,7 +214,11 @@ func (s *Supervisor) hold(name string, records []fdRecord, files []*os.File) {
 	if len(add)+len(drop) == 0 {
 		return
 	}
-	if err := an.a.Update(add, drop); err != nil {
+	if err := k.Update(add, drop); err != nil {
+		if s.up != nil {
+			s.log.Warn("the service manager does not keep a descriptor over a crash", "unit", name, "err", err)
+			return
+		}
 		s.anchorLost(err)
 	}
 }

@@ -43,6 +43,7 @@ type fdRecord struct {
 	FD     int    `json:"fd"`
 	Poll   bool   `json:"poll,omitempty"`
 	Handed bool   `json:"handed,omitempty"`
+	Key    uint64 `json:"key,omitempty"` // under which a service manager keeps it
 }
 
 type reexecRequest struct {
@@ -114,12 +115,15 @@ func (s *Supervisor) become(executable string) (err error) {
 		if f == nil {
 			return
 		}
-		r.FD = process.FD(f)
+		r.FD, r.Key = process.FD(f), s.anchored.held[r.Unit][f]
 		h.FDs = append(h.FDs, r)
 		open = append(open, r.FD)
 	}
 	add(fdRecord{Kind: fdControl}, s.listener)
 	add(fdRecord{Kind: fdNotify}, notifyFile)
+	if s.up != nil && s.up.notify != nil {
+		h.FDs[len(h.FDs)-1].Key = s.anchored.held[""][s.up.notify]
+	}
 	for name, f := range s.opt.Keep {
 		add(fdRecord{Kind: fdProgram, Name: name}, f)
 	}
@@ -154,7 +158,9 @@ func (s *Supervisor) become(executable string) (err error) {
 	}
 	env := append(os.Environ(), reexecEnvironment+"="+strconv.Itoa(fd))
 	s.log.Info("re-executing", "executable", executable)
+	s.reloadingUpstream()
 	err = syscall.Exec(executable, os.Args, env)
+	s.say("READY=1")
 	for _, fd := range open {
 		unix.CloseOnExec(fd)
 	}
@@ -185,10 +191,17 @@ func (s *Supervisor) previous() (*saved, error) {
 		}
 		st.reexec = true
 		s.opt.Instance, s.started = st.Instance, st.Started
+		if s.opt.ServiceManager {
+			s.takeUpstream(st)
+		}
 		return st, nil
 	}
 	st, err := s.left()
-	s.takeAnchored(st)
+	if s.opt.ServiceManager {
+		s.takeUpstream(st)
+	} else {
+		s.takeAnchored(st)
+	}
 	return st, err
 }
 
@@ -245,6 +258,12 @@ func (st *saved) takeFor(kind, unit, name string) *os.File {
 		if r.Kind == kind && r.Unit == unit && (name == "" || r.Name == name) && r.FD >= 0 {
 			f := os.NewFile(uintptr(r.FD), r.Name)
 			r.FD = -1
+			if r.Key != 0 {
+				if st.keys == nil {
+					st.keys = map[*os.File]uint64{}
+				}
+				st.keys[f] = r.Key
+			}
 			return f
 		}
 	}
@@ -269,9 +288,9 @@ func (st *saved) program() map[string]*os.File {
 // units over to it. It is true until Run has taken them.
 func Reexecuted() bool { return os.Getenv(reexecEnvironment) != "" }
 
-// TakesOver is Reexecuted, or that an anchor started this process in place of a
-// supervisor that died.
-func TakesOver() bool { return Reexecuted() || process.HasAnchor() }
+// TakesOver is Reexecuted, or that an anchor or the service manager started this process
+// in place of a supervisor that died.
+func TakesOver() bool { return Reexecuted() || process.HasAnchor() || storedUpstream() }
 
 // closeRest closes what nobody took.
 func (st *saved) closeRest() {

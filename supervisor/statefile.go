@@ -115,7 +115,7 @@ func (s *Supervisor) persist() {
 	if len(s.dirty) == 0 && len(s.gone) == 0 {
 		return
 	}
-	if s.anchored.a != nil {
+	if s.keeper() != nil {
 		for _, name := range s.gone {
 			s.hold(name, nil, nil)
 		}
@@ -184,6 +184,7 @@ type saved struct {
 	header
 	units  []*savedUnit
 	reexec bool
+	keys   map[*os.File]uint64 // of what was handed out and a service manager keeps
 }
 
 type savedUnit struct {

@@ -45,6 +45,13 @@ type Options struct {
 	// the arguments, environment and directory of this process, and keep sockets and
 	// pipes open meanwhile. Not for where a service manager does that.
 	Anchor bool
+	// ServiceManager: this process is a service of type notify of a systemd that starts it
+	// again when it dies. It is told of readiness, status, reloads and stops, its watchdog
+	// is answered, and descriptors are stored with it (FileDescriptorStoreMax=) in place of
+	// an anchor. Sockets that it passed are used by their names.
+	ServiceManager bool
+	// StatusUnit is the unit whose status text is passed on to the service manager.
+	StatusUnit string
 
 	// CgroupParent is the directory below which CgroupName is made; "" is the
 	// process's own group.
@@ -123,6 +130,9 @@ type Supervisor struct {
 	goodbyes  []chan struct{} // closed when they were sent
 	reexec    *reexecRequest
 	anchored  anchorage
+	up        *upstream           // nil: no service manager
+	keys      map[*os.File]uint64 // of descriptors that were kept over the death before
+	leaving   bool
 	staleKeys []uint64            // of what the anchor holds from before
 	unclaimed []*os.File          // sockets that it handed back and nobody knew of
 	program   map[string]*os.File // descriptors of Options.Keep of before
@@ -145,7 +155,7 @@ func New(opt Options) (*Supervisor, error) {
 	}
 	return &Supervisor{
 		opt: opt, log: opt.Logger, queue: newQueue(), started: time.Now(), stopped: make(chan struct{}),
-		program: map[string]*os.File{}, units: map[string]*unit{}, procs: map[int]*proc{}, dirty: map[*unit]struct{}{}, subs: map[*subscription]struct{}{},
+		program: map[string]*os.File{}, keys: map[*os.File]uint64{}, units: map[string]*unit{}, procs: map[int]*proc{}, dirty: map[*unit]struct{}{}, subs: map[*subscription]struct{}{},
 	}, nil
 }
 
@@ -207,6 +217,9 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	signal.Stop(chld)
 	close(quit)
 	server.close()
+	if s.leaving {
+		return s.leave()
+	}
 	s.reap() // orphans that ended with the last unit
 	s.cleanup()
 	return nil
@@ -258,6 +271,7 @@ func (s *Supervisor) turn(f func()) {
 // flush puts what has changed on disk, then tells those who wait for it.
 func (s *Supervisor) flush() {
 	s.persist()
+	s.showUpstream()
 	events, replies := s.events, s.replies
 	s.events, s.replies = nil, nil
 	for _, e := range events {
@@ -397,6 +411,10 @@ func (s *Supervisor) begin(before *saved) {
 		}
 	}
 	old := s.takeReexecAnchor(before)
+	if s.up != nil {
+		s.storeUpstream(before)
+		s.pingUpstream()
+	}
 	s.anchor()
 	if old != nil {
 		old.Dismiss()
@@ -432,10 +450,13 @@ func (s *Supervisor) checkReady() {
 		}
 	}
 	s.readyWait = nil
-	if f := s.opt.Ready; f != nil {
-		err := errors.Join(errs...)
-		s.reply(func() { f(err) })
-	}
+	err := errors.Join(errs...)
+	s.reply(func() {
+		s.say("READY=1") // it supervises; how its units are is what the status says
+		if f := s.opt.Ready; f != nil {
+			f(err)
+		}
+	})
 }
 
 // load finds a unit or loads its file.
@@ -514,12 +535,39 @@ func (s *Supervisor) shutdown(reason string) {
 		return
 	}
 	s.log.Info("shutting down", "reason", reason)
+	s.say("STOPPING=1\nSTATUS=stopping: " + strings.Join(strings.Fields(reason), " "))
 	for _, u := range s.sorted() {
 		if !u.State.ended() || u.job != nil {
 			s.submit(u, jobStop, false, "shutdown: "+reason, nil)
 		}
 	}
 	s.shutting = true
+}
+
+// ErrLeft is what Run returns after Leave.
+var ErrLeft = errors.New("the supervisor has left; its units run on")
+
+// Leave ends Run and leaves the units running, as a crash would but in order: what is
+// known is on disk, and a next supervisor takes over. A shutdown that has begun goes on.
+func (s *Supervisor) Leave() {
+	s.queue.post(func() {
+		if !s.shutting && !s.done {
+			s.leaving, s.done = true, true
+		}
+	})
+}
+
+// leave is the end of Run after Leave.
+func (s *Supervisor) leave() error {
+	s.closeNotify()
+	for _, f := range s.queue.take() { // messages that were read must not be lost
+		s.turn(f)
+	}
+	s.flush()
+	s.dismissAnchor()
+	s.closeUpstream()
+	s.log.Info("supervisor leaves; its units run on")
+	return ErrLeft
 }
 
 func (s *Supervisor) checkShutdown() {
@@ -541,6 +589,7 @@ func (s *Supervisor) checkShutdown() {
 // or none, or what would not die) is reported and left alone.
 func (s *Supervisor) cleanup() {
 	s.dismissAnchor()
+	s.closeUpstream()
 	for _, u := range s.units {
 		u.dropFDs()
 		u.release()
