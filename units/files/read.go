@@ -86,7 +86,7 @@ func (s *Service) Read(ctx context.Context, p ReadParams) (*ReadResult, error) {
 			WithHint("await ws.fs.read_bytes(path, start_byte=...) reads any part of it")
 	}
 	sum := sha256.New()
-	w := window{p: &p}
+	w := window{p: &p, out: make([]byte, 0, min(int64(p.MaxBytes), st.Size))}
 	size, err := s.scan(ctx, f, st, func(chunk []byte, pos int64) {
 		sum.Write(chunk)
 		if codec == nil {

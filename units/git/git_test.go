@@ -702,6 +702,11 @@ func TestNothingOfTheRepositoryRuns(t *testing.T) {
 	w.put("f.txt", "1\n")
 	w.put("pic.bin", "\x00\x01")
 	w.put(".gitattributes", "*.txt diff=evil\n*.bin diff=evil\n")
+	sub := bareWorld(t)
+	sub.git("init", "-q", "-b", "main")
+	sub.put("s.txt", "1\n")
+	sub.commit("sub")
+	w.git("submodule", "--quiet", "add", sub.dir, "module")
 	w.commit("one")
 	proof := t.TempDir()
 	script := func(name string) string {
@@ -718,10 +723,12 @@ func TestNothingOfTheRepositoryRuns(t *testing.T) {
 		"core.hooksPath": proof, "core.sshCommand": script("ssh"), "color.ui": "always", "color.diff": "always", "color.status": "always",
 		"diff.noprefix": "true", "diff.mnemonicPrefix": "true", "status.relativePaths": "true", "status.short": "true", "diff.relative": "true",
 		"core.askPass": script("askpass"), "interactive.diffFilter": script("filter"), "diff.submodule": "log", "alias.status": "!" + script("alias"),
-		"format.pretty": "oneline", "log.decorate": "full", "diff.renames": "copies", "core.quotePath": "true", "log.date": "relative",
+		"status.submoduleSummary": "true", "format.pretty": "oneline", "log.decorate": "full", "diff.renames": "copies", "core.quotePath": "true", "log.date": "relative",
 	} {
 		w.git("config", key, value)
 	}
+	w.git("-C", "module", "config", "core.fsmonitor", script("sub-fsmonitor"))
+	w.put("module/s.txt", "2\n")
 	for _, h := range []string{"post-index-change", "pre-commit", "fsmonitor-watchman", "query-watchman", "post-checkout"} {
 		if err := os.Symlink(script(h), filepath.Join(proof, h)); err != nil {
 			t.Fatal(err)
@@ -743,7 +750,7 @@ func TestNothingOfTheRepositoryRuns(t *testing.T) {
 	if after := fingerprint(t, w.dir+"/.git"); after != before {
 		t.Error("the repository was written to")
 	}
-	if strings.Contains(d.Patch+c.Patch, "\x1b") || !strings.Contains(d.Patch, "--- a/f.txt\n+++ b/f.txt\n") || len(d.Files) != 2 || f.Text != "1\n" || st.Total != 2 {
+	if strings.Contains(d.Patch+c.Patch, "\x1b") || !strings.Contains(d.Patch, "--- a/f.txt\n+++ b/f.txt\n") || len(d.Files) != 3 || f.Text != "1\n" || st.Total != 3 {
 		t.Errorf("%q", d.Patch)
 	}
 	if !strings.Contains(d.Patch, "Binary files a/pic.bin and b/pic.bin differ") {
