@@ -24,7 +24,6 @@ import (
 // bytes that it was not asked to.
 type codec struct {
 	name   string
-	utf8   bool // utf-8-sig: UTF-8 with a mark
 	encode func(text string) ([]byte, error)
 	plain  func(data []byte) (string, error)
 }

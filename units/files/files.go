@@ -117,7 +117,7 @@ func (s *Service) openRegular(operation, path string) (*os.File, *unix.Stat_t, e
 	if err != nil {
 		return nil, nil, s.root.Error(operation, abs, err)
 	}
-	if err := fstat(f, &st); err == nil {
+	if err = fstat(f, &st); err == nil {
 		err = s.mustBeRegular(operation, abs, &st)
 	}
 	if err != nil {

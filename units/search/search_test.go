@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,6 +20,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
 	"mypr/internal/job"
@@ -47,7 +47,7 @@ func fake(role string) int {
 		record("./a", 1, "x one\n")
 		record("./a", 2, "x two\n")
 		_ = os.WriteFile(os.Getenv("PIDFILE"), []byte(strconv.Itoa(os.Getpid())), 0o600)
-		select {}
+		_ = unix.Pause()
 	case "flood":
 		fmt.Println(`{"type":"begin","data":{"path":{"text":"./a"}}}`)
 		for i := 1; ; i++ {
@@ -57,7 +57,7 @@ func fake(role string) int {
 		fmt.Println(`{"type":"begin","data":{"path":{"text":"./a"}}}`)
 		record("./a", 1, "x one\n")
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
-		select {}
+		_ = unix.Pause()
 	case "replay": // recorded output
 		out, err := os.ReadFile(os.Getenv("REPLAY") + ".out")
 		if err != nil {
@@ -421,7 +421,11 @@ func (w *world) every(method, params string, each func(*result)) {
 
 func goSource(t testing.TB) string {
 	t.Helper()
-	src := filepath.Join(runtime.GOROOT(), "src") //nolint:staticcheck // the tree is the test's input
+	out, err := exec.Command("go", "env", "GOROOT").Output()
+	if err != nil {
+		t.Fatalf("go env GOROOT: %v", err)
+	}
+	src := filepath.Join(strings.TrimSpace(string(out)), "src")
 	if real, err := filepath.EvalSymlinks(src); err == nil {
 		src = real
 	}
