@@ -276,7 +276,7 @@ class Files:
             "ignore_case": ignore_case,
             "hidden": hidden,
             "no_ignore": no_ignore,
-            "context": context,
+            "context": context or None,
             "word": word,
             "line": line,
             "multiline": multiline,
