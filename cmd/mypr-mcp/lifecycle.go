@@ -228,40 +228,116 @@ func (c *cli) restart(ctx context.Context, w *workspace.Workspace, p api.Lifecyc
 	if err != nil {
 		return nil, orForce(err, "restart")
 	}
-	fail := func(step string, err error) (*api.RestartResult, error) {
-		r.State, r.Error = "failed", fmt.Sprintf("%s: %v", step, err)
-		return r, rpc.Errorf(rpc.CodeInternal, "restart failed: %s", r.Error).WithHint("mypr-mcp status; then mypr-mcp restart again, or mypr-mcp stop --force")
-	}
-	if err := c.reexec(ctx, l, exe); err != nil {
-		return fail("replacing the supervisor's program", err)
-	}
-	err = c.supervisor(ctx, func(ctx context.Context, sv *control.Client) error {
-		job, err := sv.Restart(ctx, control.JobParams{Name: "manager.service"})
-		if err == nil && job.Result != "done" {
-			err = fmt.Errorf("%s: %s", job.Result, job.Unit.Error)
-		}
-		return err
-	})
+	st, err := c.swap(ctx, l, exe)
 	if err != nil {
-		return fail("restarting the manager", err)
+		r.State, r.Error = "failed", err.Error()
+		return r, rpc.Errorf(rpc.CodeInternal, "restart failed: %v", err).WithHint("mypr-mcp status; then mypr-mcp restart again, or mypr-mcp stop --force")
 	}
-	again := asker(l)
-	defer again.Close()
-	s, err := again.Status(ctx, api.StatusParams{})
-	if err != nil {
-		return fail("asking the new manager", err)
-	}
-	r.State, r.NewGeneration, r.NewVersion = "succeeded", s.Generation, s.ManagerVersion
-	if s.HealthError != "" {
-		return fail("the new manager's health", errors.New(s.HealthError))
-	}
+	r.State, r.NewGeneration, r.NewVersion = "succeeded", st.Generation, st.ManagerVersion
 	return r, nil
 }
 
-// reexec makes the supervisor run this program: same process, same units. The
-// connection ends when the old program does; the new one answers on the same socket,
-// where a connect waits in the backlog until it does.
-func (c *cli) reexec(ctx context.Context, l *workspace.Location, exe string) error {
+// replaceCommand is the rest of a restart that a cell asked for: the manager starts it.
+func (c *cli) replaceCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "replace", Args: cobra.NoArgs, Hidden: true,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			w, err := c.workspace()
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), restartTimeout)
+			defer cancel()
+			l, err := runtimeOf(ctx, w)
+			if err != nil {
+				return err
+			}
+			exe, err := os.Executable()
+			if err != nil {
+				return err
+			}
+			_, err = c.swap(ctx, l, exe)
+			return err
+		},
+	}
+}
+
+// swap puts this program in the place of the one that runs, and that one back when
+// this one does not do.
+func (c *cli) swap(ctx context.Context, l *workspace.Location, exe string) (*api.Status, error) {
+	if l.Supervisor == nil {
+		return nil, rpc.Errorf(rpc.CodeUnavailable, "the supervisor does not answer").WithHint("mypr-mcp status")
+	}
+	// Its file may have been overwritten by this very program. As long as it runs it can
+	// be opened all the same, and while it is open it can be executed again.
+	old := l.Supervisor.Executable
+	if f, err := os.Open(fmt.Sprintf("/proc/%d/exe", l.Supervisor.PID)); err == nil && l.Supervisor.PIDNamespace == workspace.PIDNamespace() {
+		defer f.Close()
+		old = fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), f.Fd())
+	}
+	st, err := c.become(ctx, l, exe, version())
+	if err == nil {
+		return st, nil
+	}
+	if info, ierr := supervisorInfo(ctx, l); ierr == nil && info.Version == l.Supervisor.Version && info.PID == l.Supervisor.PID && info.Version != version() {
+		return nil, err // nothing was replaced
+	}
+	if _, berr := c.become(ctx, l, old, l.Supervisor.Version); berr != nil {
+		return nil, fmt.Errorf("%w; going back to version %s failed too: %w", err, l.Supervisor.Version, berr)
+	}
+	return nil, fmt.Errorf("%w; version %s was put back and runs again", err, l.Supervisor.Version)
+}
+
+// healthTimeout is how long a new manager has to answer that it is well.
+const healthTimeout = 20 * time.Second
+
+// become makes the supervisor run a program, restarts the manager with it, and asks that
+// manager how it is.
+func (c *cli) become(ctx context.Context, l *workspace.Location, exe, version string) (*api.Status, error) {
+	if err := c.reexec(ctx, l, exe, version); err != nil {
+		return nil, fmt.Errorf("replacing the supervisor's program: %w", err)
+	}
+	sv, err := control.Dial(ctx, l.Control)
+	if err != nil {
+		return nil, err
+	}
+	defer sv.Close()
+	job, err := sv.Restart(ctx, control.JobParams{Name: "manager.service"})
+	if err == nil && job.Result != "done" {
+		err = fmt.Errorf("%s: %s", job.Result, job.Unit.Error)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("restarting the manager: %w", err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
+	defer cancel()
+	again := asker(l)
+	defer again.Close()
+	s, err := again.Status(ctx, api.StatusParams{})
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("asking the new manager: %w", err)
+	case s.ManagerVersion != version:
+		return nil, fmt.Errorf("the manager has version %s, not %s", s.ManagerVersion, version)
+	case s.HealthError != "":
+		return nil, fmt.Errorf("the new manager is not well: %s", s.HealthError)
+	}
+	return s, nil
+}
+
+func supervisorInfo(ctx context.Context, l *workspace.Location) (control.Info, error) {
+	sv, err := control.Dial(ctx, l.Control)
+	if err != nil {
+		return control.Info{}, err
+	}
+	defer sv.Close()
+	return sv.Info(ctx)
+}
+
+// reexec makes the supervisor run a program: same process, same units. The connection
+// ends when the old program does; the new one answers on the same socket, where a
+// connect waits in the backlog until it does.
+func (c *cli) reexec(ctx context.Context, l *workspace.Location, exe, version string) error {
 	sv, err := control.Dial(ctx, l.Control)
 	if err != nil {
 		return err
@@ -275,17 +351,12 @@ func (c *cli) reexec(ctx context.Context, l *workspace.Location, exe string) err
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	again, err := control.Dial(ctx, l.Control)
+	info, err := supervisorInfo(ctx, l)
 	if err != nil {
 		return err
 	}
-	defer again.Close()
-	info, err := again.Info(ctx)
-	if err != nil {
-		return err
-	}
-	if info.Version != version() {
-		return fmt.Errorf("the supervisor still runs version %s", info.Version)
+	if info.Version != version {
+		return fmt.Errorf("the supervisor runs version %s", info.Version)
 	}
 	return nil
 }

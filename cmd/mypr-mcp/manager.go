@@ -92,7 +92,7 @@ func (c *cli) manager(ctx context.Context) error {
 			OutputBytes: cfg.Limits.OutputBytes, CompletedTasks: cfg.Limits.CompletedTasks,
 			CompletedRecords: cfg.Limits.CompletedRecords, CacheBytes: cfg.Limits.CacheBytes,
 		},
-		Instance: record.Instance, Version: version(), Executable: exe, Origin: origin, ConfigFiles: cfg.Files,
+		Instance: record.Instance, Version: version(), Executable: exe, Environment: withoutService(slices.Clone(started)), Origin: origin, ConfigFiles: cfg.Files,
 		Notify: func(state string) error {
 			_, err := notify.Send(state)
 			return err

@@ -83,7 +83,7 @@ func (c *cli) command() *cobra.Command {
 	root.AddCommand(
 		c.serveCommand(), c.execCommand(), c.statusCommand(), c.logsCommand(), c.interruptCommand(),
 		c.resetCommand(), c.restartCommand(), c.stopCommand(), c.unitsCommand(), c.versionCommand(),
-		c.superviseCommand(), c.managerCommand(),
+		c.superviseCommand(), c.managerCommand(), c.replaceCommand(),
 	)
 	for _, cmd := range root.Commands() {
 		asUsage(cmd)

@@ -142,7 +142,9 @@ func executable() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if _, err := os.Stat(exe); err != nil {
+	at, err := os.Stat(exe)
+	running, rerr := os.Stat("/proc/self/exe")
+	if err != nil || rerr != nil || !os.SameFile(at, running) {
 		return fmt.Sprintf("/proc/%d/exe", os.Getpid()), nil
 	}
 	return exe, nil

@@ -219,6 +219,9 @@ func pidNamespace() string {
 	return fmt.Sprint(st.Ino)
 }
 
+// PIDNamespace names this process's pid namespace: pids of another one mean nothing here.
+func PIDNamespace() string { return pidNamespace() }
+
 // StartupLock is held by whoever looks for, starts or replaces a runtime.
 func (w *Workspace) StartupLock(ctx context.Context) (*Lock, error) {
 	return AcquireLock(ctx, w.startupLock())

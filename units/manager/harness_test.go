@@ -380,8 +380,13 @@ func (s *fakeSupervisor) letGo() {
 func (c *fakeControl) StartTransient(_ context.Context, p control.TransientParams, _ ...*os.File) (control.TransientResult, map[string]*os.File, error) {
 	s := c.s
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.lastUnit = p.Unit
+	if strings.HasPrefix(p.Unit.Name, "restart-") { // it outlives the manager
+		s.mu.Unlock()
+		<-c.done
+		return control.TransientResult{}, nil, rpc.ErrClosed
+	}
+	defer s.mu.Unlock()
 	if s.kernel != nil {
 		return control.TransientResult{}, nil, rpc.Errorf(rpc.CodeConflict, "%s is active", KernelUnit)
 	}
@@ -443,6 +448,9 @@ func (c *fakeControl) Restart(_ context.Context, p control.JobParams) (control.J
 	return control.JobResult{Result: "done"}, nil
 }
 func (c *fakeControl) Kill(context.Context, control.KillParams) error { return nil }
+func (c *fakeControl) Wait(_ context.Context, p control.WaitParams) (control.UnitStatus, error) {
+	return control.UnitStatus{}, rpc.Errorf(rpc.CodeNotFound, "there is no unit %s", p.Name)
+}
 func (c *fakeControl) Reexec(_ context.Context, p control.ReexecParams) error {
 	c.s.mu.Lock()
 	c.s.reexec = append(c.s.reexec, p.Executable)

@@ -353,7 +353,7 @@ func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) 
 		m.saveRestart(rec)
 		m.announce(rec.conn, api.Stopping{Kind: "restart", Reason: reason})
 		if origin != nil {
-			err = m.replaceSelf(rec)
+			err = m.replaceSelf(rec, origin)
 		}
 	}
 	if err != nil {
@@ -367,26 +367,44 @@ func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) 
 	return &result, nil
 }
 
-// replaceSelf asks the supervisor to become the target and to restart this manager.
-func (m *Manager) replaceSelf(rec *restartRecord) error {
-	sup, _, err := m.supervisor(m.ctx)
+// replaceSelf has the target do the rest, as a unit of its own that outlives this
+// manager: it knows its version, replaces the supervisor's program and the manager, and
+// goes back to what ran before when that fails. It returns an error when the target
+// could not be started; what it comes to is followed until this manager ends.
+func (m *Manager) replaceSelf(rec *restartRecord, origin *run) error {
+	p, err := (&runner{m}).startUnit(m.ctx, "restart-"+rec.ID+".service", "restart", rec.Target,
+		[]string{rec.Target, "-C", m.opts.Workspace.Dir, "replace"}, m.opts.Workspace.Dir, m.opts.Environment)
 	if err != nil {
 		return err
 	}
-	if err := sup.Reexec(m.ctx, control.ReexecParams{Executable: rec.Target}); err != nil && !errors.Is(err, rpc.ErrClosed) {
-		return fmt.Errorf("the supervisor cannot become %s: %w", rec.Target, err)
-	}
-	if err := m.supervisorGone(sup); err != nil {
-		return err
-	}
-	if sup, _, err = m.supervisor(m.ctx); err != nil {
-		return err
-	}
-	_, err = sup.Restart(m.ctx, control.JobParams{Name: ManagerUnit, NoWait: true})
-	if errors.Is(err, rpc.ErrClosed) {
-		err = nil
-	}
-	return err
+	m.wg.Add(1)
+	go func() {
+		defer m.wg.Done()
+		text := make(chan string, 1)
+		go func() {
+			b := tail(p.stderr) // until it ends, or Wait closes the pipe
+			text <- strings.TrimSpace(string(b))
+		}()
+		select {
+		case <-p.ended:
+		case <-m.ctx.Done():
+			p.stdout.Close()
+			p.stderr.Close()
+			<-text
+			return
+		}
+		said := <-text
+		exit, err := p.Wait()
+		if m.ctx.Err() != nil {
+			return
+		}
+		if err == nil {
+			err = fmt.Errorf("%s ended with status %d and this manager still runs: %s", rec.Target, exit.Code, said)
+		}
+		m.failRestart(rec, err)
+		m.finishOrigin(origin, err, "", "restart failed")
+	}()
+	return nil
 }
 
 func (m *Manager) failRestart(rec *restartRecord, err error) {
@@ -467,7 +485,11 @@ func (m *Manager) finishRestart(rec *restartRecord) {
 	if m.ctx.Err() != nil {
 		return
 	}
+	wanted := rec.NewVersion
 	rec.NewGeneration, rec.NewVersion, rec.State = generation, m.opts.Version, "succeeded"
+	if err == nil && wanted != "" && wanted != m.opts.Version {
+		err = fmt.Errorf("version %s could not run; version %s was put back and runs again", wanted, m.opts.Version)
+	}
 	if err != nil {
 		rec.State, rec.Error = "failed", err.Error()
 	}

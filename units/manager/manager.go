@@ -54,6 +54,7 @@ type Supervisor interface {
 	Kill(ctx context.Context, p control.KillParams) error
 	Reexec(ctx context.Context, p control.ReexecParams) error
 	Subscribe(ctx context.Context, names ...string) ([]control.UnitStatus, <-chan control.UnitEvent, error)
+	Wait(ctx context.Context, p control.WaitParams) (control.UnitStatus, error)
 	Done() <-chan struct{}
 	Close() error
 }
@@ -99,7 +100,8 @@ type Options struct {
 	Limits      Limits
 	Instance    string // of the supervisor
 	Version     string
-	Executable  string // of this program, the default target of a restart
+	Executable  string   // of this program, the default target of a restart
+	Environment []string // of programs of ours that are started as units
 	Origin      api.Origin
 	ConfigFiles []string
 	// Notify sends a state to the service manager (sd_notify); nil: there is none.

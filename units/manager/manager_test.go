@@ -927,7 +927,8 @@ func TestRestartFromACell(t *testing.T) {
 	w.until("asked", func(*api.Status) bool {
 		w.sup.mu.Lock()
 		defer w.sup.mu.Unlock()
-		return slices.Equal(w.sup.restarted, []string{ManagerUnit}) && slices.Equal(w.sup.reexec, []string{"/bin/mypr-mcp"})
+		u := w.sup.lastUnit
+		return u != nil && strings.HasPrefix(u.Name, "restart-") && u.Service.ExecStart[0].Path == "/bin/mypr-mcp" && slices.Contains(u.Service.ExecStart[0].Args, "replace")
 	})
 	if x := p.poll(api.PollParams{ExecID: r.ExecID, WaitMS: ptr(int64(0))}); x.State != api.Restarting {
 		t.Errorf("state %s", x.State)

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"mypr/internal/job"
+	"mypr/internal/rpc"
 	"mypr/kernel"
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
@@ -35,6 +36,10 @@ type process struct {
 
 // start starts a program with its output in pipes.
 func (r *runner) start(ctx context.Context, name, path string, argv []string, dir string, env []string) (*process, error) {
+	return r.startUnit(ctx, "call-"+newID()+".service", name, path, argv, dir, env)
+}
+
+func (r *runner) startUnit(ctx context.Context, unit, name, path string, argv []string, dir string, env []string) (*process, error) {
 	sup, _, err := r.m.supervisor(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("run %s: no supervisor: %w", name, err)
@@ -49,7 +54,7 @@ func (r *runner) start(ctx context.Context, name, path string, argv []string, di
 		outW.Close()
 		return nil, err
 	}
-	p := &process{sup: sup, unit: "call-" + newID() + ".service", stdout: outR, stderr: errR, ended: make(chan struct{})}
+	p := &process{sup: sup, unit: unit, stdout: outR, stderr: errR, ended: make(chan struct{})}
 	u := &spec.Unit{Name: p.unit, Description: name, CollectMode: "inactive-or-failed", Service: &spec.Service{
 		Type: spec.TypeOneshot, ExecStart: []spec.Command{{Path: path, Args: argv, NoExpand: true}},
 		WorkingDirectory: dir, Environment: env, ExactEnvironment: true,
@@ -64,8 +69,29 @@ func (r *runner) start(ctx context.Context, name, path string, argv []string, di
 		}
 		outW.Close()
 		errW.Close()
+		if errors.Is(p.err, rpc.ErrClosed) {
+			p.res.Unit, p.err = r.find(sup, p.unit)
+		}
 	}()
 	return p, nil
+}
+
+// find waits for the end of a program whose supervisor died, under the next one.
+func (r *runner) find(died Supervisor, unit string) (st control.UnitStatus, err error) {
+	for err = error(rpc.ErrClosed); errors.Is(err, rpc.ErrClosed); {
+		if err := r.m.supervisorGone(died); err != nil {
+			return st, err
+		}
+		sup, _, err2 := r.m.supervisor(r.m.ctx)
+		if err2 != nil {
+			return st, err2
+		}
+		died = sup
+		if st, err = sup.Wait(r.m.ctx, control.WaitParams{Name: unit}); rpc.CodeOf(err) == rpc.CodeNotFound {
+			err = rpc.Errorf(rpc.CodeUnavailable, "the supervisor died while it started the program; it was not run, or what became of it is not known")
+		}
+	}
+	return st, err
 }
 
 func (p *process) Stdout() *os.File { return p.stdout }
