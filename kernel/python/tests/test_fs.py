@@ -82,7 +82,7 @@ def test_paths_are_text_however_they_come() -> None:
 
 
 def test_only_reading_is_asked_again() -> None:
-    reading = {
+    reading: dict[str, tuple[Any, ...]] = {
         "read": ("a",),
         "stat": ("a",),
         "tree": (),
@@ -92,7 +92,12 @@ def test_only_reading_is_asked_again() -> None:
     }
     for name, args in reading.items():
         assert ask(Files, name, *args)[2] is True, name
-    changing = {"write": ("a", "t"), "write_bytes": ("a", b"t"), "patch": ("a", []), "apply_patch": ("p",)}
+    changing: dict[str, tuple[Any, ...]] = {
+        "write": ("a", "t"),
+        "write_bytes": ("a", b"t"),
+        "patch": ("a", []),
+        "apply_patch": ("p",),
+    }
     for name, args in changing.items():
         assert ask(Files, name, *args)[2] is False, name
 
@@ -129,7 +134,7 @@ def test_a_cursor_goes_alone() -> None:
 
 
 def test_expected_hashes_and_edits() -> None:
-    params = ask(Files, "apply_patch", "p", expected_hashes={Path("a"): "h", "b": None})[1]  # type: ignore[dict-item]
+    params = ask(Files, "apply_patch", "p", expected_hashes={Path("a"): "h", "b": None})[1]
     assert params["expected_hashes"] == {"a": "h", "b": None}
     assert ask(Files, "patch", "a", ({"old": "x", "new": "y"},))[1]["edits"] == [{"old": "x", "new": "y"}]
 
