@@ -159,14 +159,8 @@ func (c *connection) ended() {
 		return
 	}
 	at := now()
-	m.store.Submit(&store.Op{Lazy: true, Apply: func(t *store.Tx) error {
-		if clientID != "" {
-			if err := t.Seen(clientID, at); err != nil {
-				return err
-			}
-		}
-		return t.Log(&api.LogEvent{Time: at, Event: "disconnected", Kind: "connection", ID: c.id, ClientID: clientID, ConnectionID: c.id})
-	}, Done: m.logged})
+	m.store.Submit(&store.Op{Lazy: true, Done: m.logged, Change: &store.Change{Seen: clientID, Log: []api.LogEvent{
+		{Time: at, Event: "disconnected", Kind: "connection", ID: c.id, ClientID: clientID, ConnectionID: c.id}}}})
 	m.touchStatus()
 }
 
@@ -203,10 +197,8 @@ func (c *connection) attach(ctx context.Context, p api.AttachParams) (*api.Attac
 	m.conns[c] = struct{}{}
 	m.mu.Unlock()
 	at := now()
-	m.store.Submit(&store.Op{Lazy: true, Apply: func(t *store.Tx) error {
-		return t.Log(&api.LogEvent{Time: at, Event: "connected", Kind: "connection", ID: c.id, ConnectionID: c.id,
-			Data: map[string]any{"kind": p.Kind, "name": p.Name, "version": p.Version}})
-	}, Done: m.logged})
+	m.store.Submit(&store.Op{Lazy: true, Done: m.logged, Change: &store.Change{Log: []api.LogEvent{
+		{Time: at, Event: "connected", Kind: "connection", ID: c.id, ConnectionID: c.id, Data: map[string]any{"kind": p.Kind, "name": p.Name, "version": p.Version}}}}})
 	var a api.AttachResult
 	if p.ClientID != "" {
 		id := p.ClientID

@@ -147,15 +147,22 @@ func TestKilledManager(t *testing.T) {
 
 	stop := make(chan struct{})
 	killed := make(chan int)
+	answered := make(chan struct{}, 1)
 	go func() {
 		n := 0
 		defer func() { killed <- n }()
 		for {
-			// The kills fall at random moments by design: nothing is waited for.
+			// The moment is random by design. But somebody must have been answered since
+			// the last time, or a slow machine gets nowhere.
 			select {
 			case <-stop:
 				return
-			case <-time.After(time.Duration(20+rand.IntN(150)) * time.Millisecond):
+			case <-answered:
+			}
+			select {
+			case <-stop:
+				return
+			case <-time.After(time.Duration(rand.IntN(60_000)) * time.Microsecond):
 			}
 			mu.Lock()
 			manager.kill()
@@ -174,6 +181,10 @@ func TestKilledManager(t *testing.T) {
 			}
 			if err == nil {
 				if err = f(*p); err == nil || rpc.CodeOf(err) != "" {
+					select {
+					case answered <- struct{}{}:
+					default:
+					}
 					return err
 				}
 			}
@@ -208,9 +219,10 @@ func TestKilledManager(t *testing.T) {
 						RequestID: &mark, WaitMS: ptr(int64(api.MaxWaitMS)), MaxBytes: ptr(int64(api.MaxBytes))})
 					return err
 				})
+				exec := r.ExecID
 				for err == nil && (!api.Terminal(r.State) || r.HasMore) {
 					err = again(&p, id, func(p *peer) (err error) {
-						r, err = call[api.ExecResult](p, api.MethodPoll, api.PollParams{ExecID: r.ExecID, WaitMS: ptr(int64(api.MaxWaitMS)), UntilDone: true, MaxBytes: ptr(int64(api.MaxBytes))})
+						r, err = call[api.ExecResult](p, api.MethodPoll, api.PollParams{ExecID: exec, WaitMS: ptr(int64(api.MaxWaitMS)), UntilDone: true, MaxBytes: ptr(int64(api.MaxBytes))})
 						return err
 					})
 				}

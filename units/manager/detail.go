@@ -114,7 +114,7 @@ func (m *Manager) journalPage(id string, cursor int64, budget int) (journal.Page
 	r := m.runs[id]
 	m.mu.Unlock()
 	if r != nil {
-		return r.log.Page(cursor, budget)
+		return m.pageOf(r, cursor, budget)
 	}
 	path, index := journal.Paths(m.runsDir, id)
 	return journal.Read(path, index, cursor, budget)

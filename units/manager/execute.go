@@ -125,25 +125,42 @@ func (m *Manager) admit(c *connection, p api.ExecuteParams) (*run, *store.Entity
 		return r, e, err
 	}
 	m.wantKernelLocked()
-	r := m.newRun(store.Entity{ID: newID(), Kind: "execution", Client: client, Request: p.RequestID, Generation: m.kernel.gen, State: api.Queued,
-		Created: now(), Code: p.Code, Record: store.Record{Connection: c.id}})
-	r.connected = true
 	m.admitting++
+	generation := m.kernel.gen
 	m.mu.Unlock()
-
-	queued := r.transition(api.Queued, r.Created, "")
-	var isNew bool
-	err := m.submit(&store.Op{Apply: func(t *store.Tx) (err error) {
-		if isNew, err = t.Insert(&r.Entity); err != nil || !isNew {
-			return err
+	admitted := func() {
+		m.mu.Lock()
+		m.admitting--
+		m.mu.Unlock()
+	}
+	if id := p.RequestID; id != nil {
+		release := m.claimRequest(client, *id)
+		defer release()
+		known, err := m.store.Known(client, *id)
+		if err != nil {
+			err = storageError(err, "execute: the records could not be read; nothing was run")
 		}
-		return t.Log(&queued)
-	}}, func(err error) {
+		if known || err != nil {
+			admitted()
+			if err != nil {
+				return nil, nil, err
+			}
+			r, e, err := m.replay(client, p)
+			if err == nil && e == nil {
+				err = storageError(errors.New("the record has vanished"), "execute: the request id is known, but not its execution; nothing was run")
+			}
+			return r, e, err
+		}
+	}
+	r := m.newRun(store.Entity{Seq: m.store.NextSeq(), ID: newID(), Kind: "execution", Client: client, Request: p.RequestID, Generation: generation,
+		State: api.Queued, Created: now(), Code: p.Code, Record: store.Record{Connection: c.id}})
+	r.connected = true
+	record := r.Entity // what becomes of r is stored by others
+	err := m.submit(&store.Op{Change: &store.Change{Insert: []*store.Entity{&record}, Log: []api.LogEvent{r.transition(api.Queued, r.Created, "")}}}, func(err error) {
 		var op *store.Op
 		m.mu.Lock()
 		m.admitting--
-		if err == nil && isNew {
-			r.next = r.Entity
+		if err == nil {
 			r.admitted = true
 			m.runs[r.id], m.live[r.id] = r, r
 			op = m.dispatch(r)
@@ -159,16 +176,42 @@ func (m *Manager) admit(c *connection, p api.ExecuteParams) (*run, *store.Entity
 	if err != nil {
 		return nil, nil, storageError(err, "execute: the cell could not be recorded; nothing was run")
 	}
-	if isNew {
-		m.logged(nil)
-		m.touchStatus()
-		return r, nil, nil
+	m.logged(nil)
+	m.touchStatus()
+	return r, nil, nil
+}
+
+// claimRequest makes sure that one call at a time decides what a request id stands for.
+func (m *Manager) claimRequest(client, id string) (release func()) {
+	key := client + "\x00" + id
+	for {
+		m.mu.Lock()
+		other := m.claims[key]
+		if other == nil {
+			mine := make(chan struct{})
+			m.claims[key] = mine
+			m.mu.Unlock()
+			return func() {
+				m.mu.Lock()
+				delete(m.claims, key)
+				m.mu.Unlock()
+				close(mine)
+			}
+		}
+		m.mu.Unlock()
+		<-other
 	}
-	r, e, err := m.replay(client, p)
-	if err == nil && e == nil {
-		err = storageError(errors.New("the record has vanished"), "execute: the request id is known, but not its execution; nothing was run")
+}
+
+// submit runs one ordinary operation with a callback and waits for both.
+func (m *Manager) submit(op *store.Op, then func(error)) error {
+	done := make(chan error, 1)
+	op.Done = func(err error) {
+		then(err)
+		done <- err
 	}
-	return r, e, err
+	m.store.Submit(op)
+	return <-done
 }
 
 // replay finds what a request id stands for: the run when it is in memory, the record
@@ -188,17 +231,6 @@ func (m *Manager) replay(client string, p api.ExecuteParams) (*run, *store.Entit
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.runs[e.ID], e, nil
-}
-
-// submit runs one ordinary operation with a callback and waits for both.
-func (m *Manager) submit(op *store.Op, then func(error)) error {
-	done := make(chan error, 1)
-	op.Done = func(err error) {
-		then(err)
-		done <- err
-	}
-	m.store.Submit(op)
-	return <-done
 }
 
 // errRestarting: the cell is for the next manager, or for this one if the restart is
@@ -360,7 +392,7 @@ func (c *connection) page(r *run, cursor int64, budget int) (*answer, error) {
 	}
 	m.mu.Unlock()
 	a := m.newAnswer(&e, &budget)
-	p, total, err := r.log.Page(cursor, budget)
+	p, total, err := m.pageOf(r, cursor, budget)
 	if err != nil {
 		a.Warnings = append(a.Warnings, api.Warning{Code: "journal_unreadable", Text: "the saved output cannot be read: " + err.Error()})
 	}
@@ -540,7 +572,7 @@ func (m *Manager) interruptRun(ctx context.Context, r *run) (*api.InterruptResul
 		s := m.finish(r, api.Cancelled, &api.ErrorInfo{Code: "cancelled", Message: "interrupted before it began; nothing of it was run"}, now())
 		m.mu.Unlock()
 		if s != nil {
-			m.store.Submit(m.keepOp([]*staged{s}, nil, nil, nil))
+			m.store.Submit(m.keepOp([]*staged{s}, nil, nil))
 		}
 		res.Outcome = "dequeued"
 		return res, nil

@@ -116,7 +116,7 @@ func (h JobsHost) Save(ctx context.Context, r *api.Record, line *api.LogEvent) e
 // Output adds a line to the log and calls done when there may be another.
 func (h JobsHost) Output(line *api.LogEvent, done func()) {
 	m := h.m
-	m.store.Submit(&store.Op{Keep: true, Lazy: true, Apply: func(t *store.Tx) error { return t.Log(line) }, Done: func(err error) {
+	m.store.Submit(&store.Op{Keep: true, Change: &store.Change{Log: []api.LogEvent{*line}}, Done: func(err error) {
 		m.logged(err)
 		time.AfterFunc(outputLogEvery, done)
 	}})

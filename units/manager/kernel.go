@@ -184,7 +184,7 @@ func (m *Manager) kernelDown(err error) []*store.Op {
 	if len(list) == 0 {
 		return nil
 	}
-	return []*store.Op{m.keepOp(list, nil, nil, nil)}
+	return []*store.Op{m.keepOp(list, nil, nil)}
 }
 
 // waiting lists the queued executions that have no kernel, in order. Called with mu held.
@@ -606,7 +606,7 @@ func (m *Manager) connectKernel(l *link) error {
 		case r.next.Generation == l.generation && r.next.Started > 0 && !api.Terminal(r.next.State) && r.next.State != api.Restarting:
 			// It began, and the kernel does not know it: whatever happened, it must not run twice.
 			if s := m.finish(r, api.Lost, &api.ErrorInfo{Code: "lost", Message: "the kernel does not know this cell any more; it was not run again"}, now()); s != nil {
-				ops = append(ops, m.keepOp([]*staged{s}, nil, nil, nil))
+				ops = append(ops, m.keepOp([]*staged{s}, nil, nil))
 			}
 		default:
 			r.sent = false
@@ -631,7 +631,7 @@ func (m *Manager) dispatch(r *run) *store.Op {
 	if g := r.next.Generation; g != "" && g != k.gen { // its kernel ended before it began
 		state, info := m.endOf(g)
 		s := m.finish(r, state, info, now())
-		return m.keepOp([]*staged{s}, nil, nil, nil)
+		return m.keepOp([]*staged{s}, nil, nil)
 	}
 	if k.phase != phaseReady || k.link == nil {
 		return nil
@@ -648,7 +648,7 @@ func (m *Manager) dispatch(r *run) *store.Op {
 		return nil
 	}
 	s := m.stage(&change{run: r, at: now(), final: func(e *store.Entity) { e.Generation = l.generation }})
-	return m.keepOp([]*staged{s}, nil, send, nil)
+	return m.keepOp([]*staged{s}, send, nil)
 }
 
 // disconnectKernel notes that a connection has ended.
@@ -742,10 +742,15 @@ func (m *Manager) endKernelLocked(generation string, u control.UnitStatus) {
 	}
 	m.mu.Unlock()
 	m.log.Info("kernel ended", "generation", generation, "cause", info.Message, "cells", len(names))
-	m.store.Submit(m.keepOp(list, func(t *store.Tx) (err error) {
-		lost.seq, err = t.End(generation, at, lost.kind, lost.text)
+	op := m.keepOp(list, func() { m.losses = append(m.losses, lost) }, nil)
+	c := op.Change
+	op.Change, op.Apply = nil, func(t *store.Tx) (err error) {
+		if err = c.Apply(t); err == nil {
+			lost.seq, err = t.End(generation, at, lost.kind, lost.text)
+		}
 		return err
-	}, func() { m.losses = append(m.losses, lost) }, nil))
+	}
+	m.store.Submit(op)
 	m.touchStatus()
 }
 

@@ -153,7 +153,7 @@ func (m *Manager) cancelWaiting(origin *run, message string) (n int) {
 	}
 	m.mu.Unlock()
 	if len(list) > 0 {
-		m.store.Submit(m.keepOp(list, nil, nil, nil))
+		m.store.Submit(m.keepOp(list, nil, nil))
 	}
 	return len(list)
 }
@@ -174,7 +174,7 @@ func (m *Manager) finishOrigin(r *run, err error, text, failed string) {
 	}
 	m.mu.Unlock()
 	if s != nil {
-		m.store.Submit(m.keepOp([]*staged{s}, nil, nil, nil))
+		m.store.Submit(m.keepOp([]*staged{s}, nil, nil))
 	}
 }
 
@@ -341,7 +341,7 @@ func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) 
 	m.mu.Unlock()
 	m.saveRestart(rec)
 	if mark != nil {
-		m.store.Submit(m.keepOp([]*staged{mark}, nil, nil, nil))
+		m.store.Submit(m.keepOp([]*staged{mark}, nil, nil))
 	}
 	if !p.KeepKernel {
 		err = m.stopKernel(&ending{kind: "restart", reason: reason, origin: origin})

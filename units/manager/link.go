@@ -343,7 +343,7 @@ func (l *link) flush() {
 	}
 	l.unstored += size
 	l.mu.Unlock()
-	op := m.keepOp(list, func(t *store.Tx) error { return t.Acked(l.generation, seq) }, func() {
+	op := m.keepOp(list, func() {
 		if m.kernel.gen == l.generation {
 			m.kernel.acked = seq
 		}
@@ -354,6 +354,7 @@ func (l *link) flush() {
 		l.mu.Unlock()
 		l.send(wire.Ack{Type: wire.TypeAck, Seq: seq})
 	})
+	op.Change.Generation, op.Change.Acked = l.generation, seq
 	op.Lazy = lazy
 	m.store.Submit(op)
 }

@@ -36,6 +36,7 @@ import (
 	"mypr/kernel"
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
+	"mypr/units/manager/journal"
 	"mypr/units/manager/store"
 )
 
@@ -137,7 +138,8 @@ type Manager struct {
 	clients     map[string]*client       // bound to a connection
 	runs        map[string]*run          // live ones and the cache of ended ones
 	live        map[string]*run
-	ended       []*run // the cache, oldest first
+	claims      map[string]chan struct{} // request ids that are being admitted
+	ended       []*run                   // the cache, oldest first
 	cacheBytes  int64
 	admitting   int // executions between admission and their commit
 	losses      []loss
@@ -166,7 +168,7 @@ func Run(ctx context.Context, o Options) error {
 	m := &Manager{
 		opts: o, log: o.Logger, started: time.Now(), runsDir: filepath.Join(o.Workspace.Root, "runs"),
 		opened: make(chan struct{}), openNow: make(chan struct{}, 1),
-		conns: map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{}, over: map[string]bool{},
+		conns: map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{}, over: map[string]bool{}, claims: map[string]chan struct{}{},
 		supChanged: make(chan struct{}), logChanged: make(chan struct{}), jobsKnown: make(chan struct{}),
 	}
 	if m.log == nil {
@@ -283,7 +285,9 @@ func setDefaults(l *Limits) {
 
 // open opens the store and takes up what an earlier manager left.
 func (m *Manager) open() error {
-	s, moved, err := store.Open(m.opts.Workspace.Root, m.storageChanged)
+	s, moved, err := store.Open(m.opts.Workspace.Root, store.Options{OnFailure: m.storageChanged, Write: func(id string, data []byte, offset int64) error {
+		return journal.Append(m.runsDir, id, data, offset)
+	}})
 	if err != nil {
 		return err
 	}

@@ -30,6 +30,7 @@ type run struct {
 	// How far the lifecycle log mentions the output.
 	logged   int64
 	logTimer *time.Timer
+	cost     int64 // what it counts for in the cache
 }
 
 func (m *Manager) newRun(e store.Entity) *run {
@@ -53,7 +54,6 @@ func (r *run) changed() <-chan struct{} {
 
 // publish makes a stored state visible. Called with mu held.
 func (m *Manager) publish(r *run, e store.Entity) {
-	e.Seq = max(e.Seq, r.Seq) // of a task it is known only once its record is stored
 	r.Entity = e
 	if r.change != nil {
 		close(r.change)
@@ -70,16 +70,14 @@ func (m *Manager) publish(r *run, e store.Entity) {
 
 // keepEnded puts an ended execution into the cache and drops the oldest that are too many.
 func (m *Manager) keepEnded(r *run) {
-	if err := r.log.Finish(); err != nil {
-		m.log.Warn("journal not finished", "exec", r.id, "error", err)
-	}
+	r.cost = r.size()
 	m.ended = append(m.ended, r)
-	m.cacheBytes += r.size()
+	m.cacheBytes += r.cost
 	for len(m.ended) > m.opts.Limits.CompletedRecords || len(m.ended) > 1 && m.cacheBytes > m.opts.Limits.CacheBytes/2 {
 		old := m.ended[0]
 		m.ended[0] = nil
 		m.ended = m.ended[1:]
-		m.cacheBytes -= old.size()
+		m.cacheBytes -= old.cost
 		delete(m.runs, old.id)
 	}
 }
@@ -188,7 +186,7 @@ func (m *Manager) logOutput(r *run) {
 	}
 	m.mu.Unlock()
 	if line != nil {
-		m.store.Submit(&store.Op{Keep: true, Apply: func(t *store.Tx) error { return t.Log(line) }, Done: m.logged})
+		m.store.Submit(&store.Op{Keep: true, Change: &store.Change{Log: []api.LogEvent{*line}}, Done: m.logged})
 	}
 }
 
@@ -204,29 +202,23 @@ func (r *run) transition(state string, at float64, summary string) api.LogEvent 
 	return e
 }
 
-// write applies a staged change inside a transaction.
-func (s *staged) write(t *store.Tx) error {
-	if len(s.data) > 0 {
-		if err := s.run.log.Write(s.data, s.offset); err != nil {
-			return err
-		}
-	}
-	var err error
+// add makes a staged change a part of what the store is to do.
+func (s *staged) add(c *store.Change) {
 	if s.insert {
-		if _, err = t.Insert(&s.entity); err == nil { // which knows nothing of a journal
-			err = t.Update(&s.entity)
-		}
-	} else if s.whole {
-		err = t.Update(&s.entity)
-	} else if len(s.data) > 0 {
-		err = t.Progress(s.entity.ID, s.entity.JournalEvents, s.entity.JournalBytes)
+		c.Insert = append(c.Insert, &s.entity)
 	}
-	for i := range s.events {
-		if err == nil {
-			err = t.Log(&s.events[i])
-		}
+	if len(s.data) > 0 {
+		c.Output = append(c.Output, store.Output{ID: s.run.id, Offset: s.offset, Data: s.data, To: s.run.log})
 	}
-	return err
+	switch {
+	case s.whole || s.insert && len(s.data) > 0:
+		e := s.entity
+		e.Code, e.Request = "", nil // they do not change, and the redo log need not have them again
+		c.Update = append(c.Update, &e)
+	case len(s.data) > 0:
+		c.Progress = append(c.Progress, &store.Entity{ID: s.run.id, JournalEvents: s.entity.JournalEvents, JournalBytes: s.entity.JournalBytes})
+	}
+	c.Log = append(c.Log, s.events...)
 }
 
 // publishStaged makes written changes visible. Called with mu held.
@@ -268,20 +260,14 @@ func (m *Manager) finish(r *run, state string, info *api.ErrorInfo, at float64) 
 	return m.stage(c)
 }
 
-// keepOp makes the operation that stores staged changes and publishes them. also adds
-// to the transaction, locked runs with the publication under mu, then after it.
-func (m *Manager) keepOp(list []*staged, also func(*store.Tx) error, locked, then func()) *store.Op {
-	return &store.Op{Keep: true, Apply: func(t *store.Tx) error {
-		for _, s := range list {
-			if err := s.write(t); err != nil {
-				return err
-			}
-		}
-		if also != nil {
-			return also(t)
-		}
-		return nil
-	}, Done: func(err error) {
+// keepOp makes the operation that stores staged changes and publishes them. locked runs
+// with the publication under mu, then after it.
+func (m *Manager) keepOp(list []*staged, locked, then func()) *store.Op {
+	c := &store.Change{}
+	for _, s := range list {
+		s.add(c)
+	}
+	return &store.Op{Keep: true, Change: c, Done: func(err error) {
 		if err != nil {
 			m.log.Error("changes were not stored", "error", err)
 			return
@@ -296,6 +282,15 @@ func (m *Manager) keepOp(list []*staged, also func(*store.Tx) error, locked, the
 			then()
 		}
 		m.logged(nil)
+	}, After: func() {
+		for _, s := range list {
+			if !api.Terminal(s.entity.State) {
+				continue
+			}
+			if err := s.run.log.Finish(); err != nil {
+				m.log.Warn("journal not finished", "exec", s.run.id, "error", err)
+			}
+		}
 	}}
 }
 
@@ -311,6 +306,14 @@ func (m *Manager) logged(err error) {
 		m.logChanged = make(chan struct{})
 		m.logWaiters = 0
 	}
+}
+
+// pageOf is a page of an execution in memory.
+func (m *Manager) pageOf(r *run, cursor int64, budget int) (journal.Page, int64, error) {
+	if !r.log.InMemory(cursor) {
+		m.store.Flush()
+	}
+	return r.log.Page(cursor, budget)
 }
 
 // lastLine is the last line of text that an execution has printed, for progress.

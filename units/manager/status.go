@@ -174,7 +174,7 @@ func (m *Manager) addOutput(e *api.LogEvent) {
 	var p journal.Page
 	var err error
 	if r != nil {
-		p, _, err = r.log.Page(int64(from), logText)
+		p, _, err = m.pageOf(r, int64(from), logText)
 	} else {
 		path, index := journal.Paths(m.runsDir, e.ID)
 		p, _, err = journal.Read(path, index, int64(from), logText)

@@ -25,7 +25,7 @@ func (l *link) beginTask(msg *wire.FromKernel) error {
 	if m.runs[msg.ExecID] != nil {
 		return nil
 	}
-	r := m.newRun(store.Entity{ID: msg.ExecID, Kind: kindTask, Client: t.ClientID, Generation: l.generation, State: api.Running,
+	r := m.newRun(store.Entity{Seq: m.store.NextSeq(), ID: msg.ExecID, Kind: kindTask, Client: t.ClientID, Generation: l.generation, State: api.Running,
 		Created: msg.Time, Record: store.Record{Connection: t.ConnectionID, Started: msg.Time, Exec: t.ExecID}})
 	r.admitted, r.sent, r.connected = true, true, true
 	m.runs[r.id], m.live[r.id] = r, r

@@ -77,6 +77,15 @@ func Resume(dir, id string, size int64) (*Log, error) {
 	return l, nil
 }
 
+// Append puts lines into the journal of an execution that is not in memory.
+func Append(dir, id string, data []byte, offset int64) error {
+	l := New(dir, id)
+	if err := l.Write(data, offset); err != nil {
+		return err
+	}
+	return l.f.Close()
+}
+
 // Stage reserves the place of the next lines and returns it.
 func (l *Log) Stage(data []byte) (offset int64) {
 	offset = l.staged
@@ -154,6 +163,14 @@ func (l *Log) Memory() int64 {
 	return int64(cap(l.mem) + 8*cap(l.offsets) + 8*cap(l.memEnds))
 }
 
+// InMemory reports whether a page at cursor can be had without reading the file, which
+// may not have yet what is visible.
+func (l *Log) InMemory(cursor int64) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return cursor >= l.count-int64(len(l.memEnds))
+}
+
 // Page returns events from cursor on and the number of visible lines.
 func (l *Log) Page(cursor int64, budget int) (Page, int64, error) {
 	l.mu.Lock()
@@ -171,6 +188,9 @@ func (l *Log) Page(cursor int64, budget int) (Page, int64, error) {
 			return p, total, err
 		}
 		defer l.mu.Unlock()
+		if l.f == nil {
+			return p, total, errors.New("the saved output is not on the disk yet")
+		}
 		for p.Cursor < first && budget > 0 {
 			n, want, err := p.readWindow(l.f, l.offsets[p.Cursor:first+1], -1, &budget)
 			if err != nil {

@@ -6,24 +6,28 @@ import (
 	"database/sql/driver"
 	"encoding/json"
 	"errors"
+	"io"
+	"sync"
+
+	"modernc.org/sqlite"
 
 	"mypr/internal/api"
 )
 
 // Entity is one record.
 type Entity struct {
-	Seq           int64
-	ID            string
-	Kind          string
-	Client        string
-	Request       *string // nil: not de-duplicated
-	Generation    string  // "" until a kernel is chosen
-	State         string
-	Created       float64 // Unix seconds
-	Code          string
-	JournalEvents int64
-	JournalBytes  int64
-	Record
+	Seq           int64   `json:"seq"`
+	ID            string  `json:"id"`
+	Kind          string  `json:"kind,omitempty"`
+	Client        string  `json:"client,omitempty"`
+	Request       *string `json:"request,omitempty"`    // nil: not de-duplicated
+	Generation    string  `json:"generation,omitempty"` // "" until a kernel is chosen
+	State         string  `json:"state,omitempty"`
+	Created       float64 `json:"created,omitempty"` // Unix seconds
+	Code          string  `json:"code,omitempty"`
+	JournalEvents int64   `json:"journal_events,omitempty"`
+	JournalBytes  int64   `json:"journal_bytes,omitempty"`
+	Record        `json:"record"`
 }
 
 // Record is the part of an entity that no query looks into.
@@ -54,7 +58,7 @@ type Generation struct {
 // live is the state set of the index entities_live.
 const live = "state IN ('queued', 'running', 'restarting')"
 
-// Insert adds an entity and sets its Seq. It reports false, and adds nothing, when the
+// Insert adds an entity and sets its Seq if it has none. It reports false, and adds nothing, when the
 // client has used the request id before.
 func (t *Tx) Insert(e *Entity) (bool, error) {
 	record, err := json.Marshal(&e.Record)
@@ -65,17 +69,17 @@ func (t *Tx) Insert(e *Entity) (bool, error) {
 	if e.Request != nil {
 		request = *e.Request
 	}
-	r, err := t.run(`INSERT INTO entities(id, kind, client, request, generation, state, created, code, record)
-		VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING`,
-		e.ID, e.Kind, e.Client, request, e.Generation, e.State, e.Created, e.Code, string(record))
+	if e.Seq == 0 {
+		e.Seq = t.seq.Add(1)
+	}
+	r, err := t.run(`INSERT INTO entities(seq, id, kind, client, request, generation, state, created, code, record)
+		VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING`,
+		e.Seq, e.ID, e.Kind, e.Client, request, e.Generation, e.State, e.Created, e.Code, string(record))
 	if err != nil {
 		return false, err
 	}
-	if n, err := r.RowsAffected(); err != nil || n == 0 {
-		return false, err
-	}
-	e.Seq, err = r.LastInsertId()
-	return true, err
+	n, err := r.RowsAffected()
+	return n > 0, err
 }
 
 // Update stores everything of an entity that can change.
@@ -174,7 +178,7 @@ func (t *Tx) Send(from, to, text string, data json.RawMessage, replyTo *int64, a
 	return r.LastInsertId()
 }
 
-// The reads below see committed data and run beside the writer.
+// The reads below see all that is durable and run beside the writer.
 
 const entityColumns = `seq, id, kind, client, request, generation, state, created, code, journal_events, journal_bytes, record`
 
@@ -189,6 +193,7 @@ func scanEntity(scan func(...any) error) (*Entity, error) {
 }
 
 func (s *Store) entity(query string, args ...any) (*Entity, error) {
+	s.Flush()
 	e, err := scanEntity(s.ro.QueryRow(query, args...).Scan)
 	if errors.Is(err, sql.ErrNoRows) {
 		return nil, nil
@@ -201,12 +206,67 @@ func (s *Store) Entity(id string) (*Entity, error) {
 	return s.entity(`SELECT `+entityColumns+` FROM entities WHERE id = ?`, id)
 }
 
+func requestKey(client, request string) string { return client + "\x00" + request }
+
+// Known reports whether a client has used a request id. It is asked for every cell, so
+// it has a connection and a prepared statement of its own.
+func (s *Store) Known(client, request string) (bool, error) {
+	s.mu.Lock()
+	_, pending := s.inserts[requestKey(client, request)]
+	s.mu.Unlock()
+	if pending {
+		return true, nil
+	}
+	return s.known.ask(client, request)
+}
+
+// lookup answers Known from the database.
+type lookup struct {
+	mu   sync.Mutex // one question at a time
+	conn driver.Conn
+	stmt driver.Stmt
+}
+
+func newLookup(path string) (*lookup, error) {
+	conn, err := (&sqlite.Driver{}).Open(dsn(path, "busy_timeout(5000)", "query_only(1)", "cache_size(-256)"))
+	if err != nil {
+		return nil, err
+	}
+	stmt, err := conn.Prepare(`SELECT 1 FROM entities WHERE client = ? AND request = ?`)
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	return &lookup{conn: conn, stmt: stmt}, nil
+}
+
+func (l *lookup) close() error { return errors.Join(l.stmt.Close(), l.conn.Close()) }
+
+func (l *lookup) ask(client, request string) (bool, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	rows, err := l.stmt.Query([]driver.Value{client, request}) //nolint:staticcheck // see Tx.run
+	if err != nil {
+		return false, err
+	}
+	defer rows.Close()
+	switch err := rows.Next(make([]driver.Value, 1)); err {
+	case nil:
+		return true, nil
+	case io.EOF:
+		return false, nil
+	default:
+		return false, err
+	}
+}
+
 // ByRequest is the execution that a client submitted under a request id, or nil.
 func (s *Store) ByRequest(client, request string) (*Entity, error) {
 	return s.entity(`SELECT `+entityColumns+` FROM entities WHERE client = ? AND request = ?`, client, request)
 }
 
 func (s *Store) entities(query string, args ...any) ([]*Entity, error) {
+	s.Flush()
 	rows, err := s.ro.QueryContext(context.Background(), query, args...)
 	if err != nil {
 		return nil, err
@@ -242,6 +302,7 @@ func (s *Store) History(client string, limit int, before int64) ([]*Entity, erro
 // Events lists log lines in ascending order: those after a sequence number, or with
 // after < 0 the most recent ones.
 func (s *Store) Events(client string, after int64, limit int) ([]api.LogEvent, error) {
+	s.Flush()
 	const columns = `seq, time, event, kind, id, client, connection, exec, state, error, data`
 	where, args := ``, []any{}
 	if client != "" {
@@ -275,6 +336,7 @@ func (s *Store) Events(client string, after int64, limit int) ([]api.LogEvent, e
 
 // LastEvent is the sequence number of the newest log line.
 func (s *Store) LastEvent() (int64, error) {
+	s.Flush()
 	var n int64
 	return n, s.ro.QueryRow(`SELECT coalesce(max(seq), 0) FROM events`).Scan(&n)
 }
@@ -294,6 +356,7 @@ func (s *Store) Generation(generation string) (*Generation, error) {
 }
 
 func (s *Store) generations(query string, args ...any) ([]Generation, error) {
+	s.Flush()
 	rows, err := s.ro.QueryContext(context.Background(), query, args...)
 	if err != nil {
 		return nil, err

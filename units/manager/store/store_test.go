@@ -25,7 +25,7 @@ const deadline = 20 * time.Second
 
 func openIn(t testing.TB, dir string) *Store {
 	t.Helper()
-	s, moved, err := Open(dir, nil)
+	s, moved, err := Open(dir, Options{})
 	if err != nil || moved != "" {
 		t.Fatal(moved, err)
 	}
@@ -298,11 +298,11 @@ func TestFaultyOperationFailsAlone(t *testing.T) {
 func TestKeptOperationsAreRetried(t *testing.T) {
 	var mu sync.Mutex
 	var changes []bool
-	s, _, err := Open(t.TempDir(), func(err error) {
+	s, _, err := Open(t.TempDir(), Options{OnFailure: func(err error) {
 		mu.Lock()
 		defer mu.Unlock()
 		changes = append(changes, err != nil)
-	})
+	}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -408,7 +408,7 @@ func TestDamagedDatabaseIsMovedAside(t *testing.T) {
 			if err := os.WriteFile(path, bad, 0o600); err != nil {
 				t.Fatal(err)
 			}
-			s, moved, err := Open(dir, nil)
+			s, moved, err := Open(dir, Options{})
 			if err != nil || moved == "" {
 				t.Fatalf("moved %q, %v", moved, err)
 			}
@@ -434,14 +434,14 @@ func TestDamageFoundLater(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	s, moved, err := Open(dir, nil)
+	s, moved, err := Open(dir, Options{})
 	if err != nil || moved == "" {
 		t.Fatal(moved, err)
 	}
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if s, moved, err = Open(dir, nil); err != nil || moved != "" {
+	if s, moved, err = Open(dir, Options{}); err != nil || moved != "" {
 		t.Fatal("moved again", moved, err)
 	}
 	s.Close()
@@ -454,7 +454,7 @@ func TestNewerDatabaseIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.Close()
-	if _, _, err := Open(dir, nil); err == nil || !strings.Contains(err.Error(), "newer version") {
+	if _, _, err := Open(dir, Options{}); err == nil || !strings.Contains(err.Error(), "newer version") {
 		t.Errorf("got %v", err)
 	}
 	if len(migrations) != Version {
