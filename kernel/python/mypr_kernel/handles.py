@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from typing import Any, NoReturn
 
+    from .calls import Calls
+
 CANCELLING = "cancelling"
 TERMINAL = ("succeeded", "failed", "cancelled", "lost")
 
@@ -477,35 +479,40 @@ class HistoricalHandle(Handle):
     It has the saved output and status; the Python value is gone with its kernel.
     """
 
-    def __init__(self, record: dict[str, Any]) -> None:
+    def __init__(self, calls: Calls, record: dict[str, Any]) -> None:
         self.id = str(record["id"])
+        self._calls = calls
         self._record = record
+        self._buffer = Buffer(1 << 62)
+        self._params = {"id": record["history_id"], "cursor": 0, "max_bytes": MAX_BYTES}
+        self._all = False  # the whole output was fetched
 
     def status(self) -> dict[str, Any]:
-        status = {k: v for k, v in self._record.items() if k not in ("output", "code")}
+        hidden = ("output", "code", "cursor", "has_more", "output_truncated")
+        status = {k: v for k, v in self._record.items() if k not in hidden}
         status["status"] = status.get("state", "lost")
-        kind = status.get("kind")
-        status["kind"] = "cell" if kind == "execution" else kind
+        status["kind"] = "cell" if status.get("kind") == "execution" else status.get("kind")
         status["historical"] = True
         return status
 
-    def output(self, cursor: int | None = None) -> Any:
-        text = self._text("")
-        if cursor is None:
-            return text
-        start = whole("cursor", cursor, 0, len(text))
-        return {
-            "output": text[start:],
-            "cursor": len(text),
-            "truncated": bool(self._record.get("truncated") or self._record.get("output_truncated")),
-        }
+    def _keep(self, page: dict[str, Any]) -> None:
+        for event in page["output"]:
+            if event.get("type") == "stream":
+                self._buffer.put(event.get("stream", "stdout"), event.get("text", ""))
+        self._params["cursor"] = page["cursor"]
+        self._all = not page["has_more"]
 
-    def _text(self, stream: str) -> str:
-        return "".join(
-            str(event.get("text", ""))
-            for event in self._record.get("output") or ()
-            if event.get("type") == "stream" and stream in ("", event.get("stream"))
-        )
+    def output(self, cursor: int | None = None) -> Any:
+        while not self._all:
+            self._keep(self._calls.request_sync("history.output", self._params))
+        if cursor is None:
+            return self._buffer.text()
+        start = whole("cursor", cursor, 0, self._buffer.size)
+        return {
+            "output": self._buffer.text(start),
+            "cursor": self._buffer.size,
+            "truncated": bool(self._record.get("truncated")),
+        }
 
     def result(self) -> NoReturn:
         raise ResultUnavailable(
@@ -520,19 +527,21 @@ class HistoricalHandle(Handle):
         return
 
     async def _chunk(self, cursor: str | None, stream: str, limit: int, wait: float) -> Chunk:
-        start = 0
-        if cursor is not None:
-            fields = decode_cursor(cursor)
-            if len(fields) != 4 or fields[0] != "saved" or fields[1:3] != [self.id, stream]:
-                raise InvalidCursor(f"this cursor does not belong to the saved output of {self.id}")
-            start = int(fields[3])
-        text = self._text(stream)
-        from .buffer import cut
-
-        head = cut(text[start:], limit)
-        end = start + len(head)
-        return Chunk(head, None, encode_cursor("saved", self.id, stream, end), end < len(text), True)
+        while not self._all:
+            self._keep(await self._calls.request("history.output", self._params, True))
+        page = self._buffer.page(stream, self._position(cursor, stream), limit)
+        return Chunk(page.text, None, self._cursor(stream, page.next), page.more, True)
 
     async def _skip(self, cursor: str | None, stream: str, chunks: list[Chunk], chars: int) -> str:
-        start = 0 if cursor is None else int(decode_cursor(cursor)[3])
-        return encode_cursor("saved", self.id, stream, start + chars)
+        return self._cursor(stream, self._buffer.skip(stream, self._position(cursor, stream), chars))
+
+    def _cursor(self, stream: str, position: int) -> str:
+        return encode_cursor("saved", self._params["id"], stream, position)
+
+    def _position(self, cursor: str | None, stream: str) -> int:
+        if cursor is None:
+            return 0
+        fields = decode_cursor(cursor)
+        if len(fields) != 4 or fields[:3] != ["saved", self._params["id"], stream]:
+            raise InvalidCursor(f"this cursor does not belong to the saved output of {self.id}")
+        return int(fields[3])

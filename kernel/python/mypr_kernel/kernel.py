@@ -126,12 +126,13 @@ class Kernel:
 
     def _make_workspace(self) -> None:
         from .calls import Calls
-        from .tasks import Tasks
+        from .registry import Registry
         from .workspace import Workspace
 
         self.calls = Calls(self.link)
-        self.tasks = Tasks(self)
-        self.namespace["ws"] = Workspace(self.settings.workspace, self.settings.root, self.calls, self.tasks)
+        self.registry = Registry(self)
+        settings = self.settings
+        self.namespace["ws"] = Workspace(settings.workspace, settings.root, self.calls, self.registry)
 
     def _install(self) -> None:
         router = self._router
@@ -251,7 +252,7 @@ class Kernel:
     # -- cells -----------------------------------------------------------------
 
     def _submit(self, cell: Cell) -> None:
-        self.tasks.submitted(cell)
+        self.registry.submitted(cell)
         context = copy_context()
         context.run(current.set, cell)
         if self.loop is None:
@@ -297,12 +298,12 @@ class Kernel:
             if begins:
                 cell.state = RUNNING
         if not begins:  # an interrupt took it out of the queue
-            self.tasks.dequeued(cell)
+            self.registry.dequeued(cell)
             return
         interrupts.install()
         self.link.settle()
         self.running.append(cell)
-        self.tasks.began(cell)
+        self.registry.began(cell)
         self.outbox.state(cell, {"event": "state", "state": RUNNING}, False)
         fields: dict[str, Any]
         result: Any = None
@@ -346,7 +347,7 @@ class Kernel:
         self._c_streams.flush()
         self.link.settle()
         cell.state = fields["state"]
-        self.tasks.ended(cell, fields, result, failure)
+        self.registry.ended(cell, fields, result, failure)
         self.outbox.state(cell, {"event": "state", **fields}, True)
         self.running.remove(cell)
         cell.release()
@@ -463,7 +464,7 @@ class Kernel:
             cell.reason = "the kernel was told to stop"
         for task in tasks:
             task.cancel()
-        tasks += self.tasks.leave()
+        tasks += self.registry.leave()
         if tasks and loop is not None:
             import asyncio
 
@@ -471,7 +472,7 @@ class Kernel:
                 loop.run_until_complete(asyncio.wait(tasks, timeout=STOP_WITHIN))
             except BaseException:
                 pass
-        for cell in (*self.link.live(), *self.tasks.left()):
+        for cell in (*self.link.live(), *self.registry.left()):
             self._cancelled(cell)
         if status == 0:
             self.link.finish(STOP_WITHIN)

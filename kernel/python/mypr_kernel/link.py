@@ -101,7 +101,8 @@ class Link:
         self._post = post
         self._wake_main = wake_main
         self._posted = False  # something that the main thread was not woken for
-        self._linger = False
+        self._linger = False  # come back in a moment, without being woken
+        self._hold = False  # and frame nothing before
         self._outbox = outbox
         self._turn = turn
         self._captured = {c.fd: c for c in captured}
@@ -200,15 +201,18 @@ class Link:
                 self._disconnect()
 
     def _turn_once(self) -> None:
-        self._frame_all()
+        hold, self._hold = self._hold, False
+        if not hold:
+            self._frame_all()
         self._watch()
-        self._send()
+        if not hold:
+            self._send()
         if self._done is not None and (not self._events or self._socket is None):
             done, self._done = self._done, None
             done.release()
         self._pause_captured(self._outbox.full())
-        linger, self._linger = self._linger, False
-        if not self._outbox.sleep(linger):
+        linger, self._linger = self._linger or hold, False
+        if not self._outbox.sleep(linger, hold):
             timeout: float | None = 0.0
         elif linger:
             timeout = LINGER
@@ -223,6 +227,9 @@ class Link:
         for fd, mask in ready:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
+                # Whatever was put while the main thread is busy: more will come, as of a
+                # print that writes its text and then its newline.
+                self._hold = self._turn.since > 0.0
             elif fd == self._signals:
                 if SIGTERM in os.read(fd, 64):
                     self._stop_at = time.monotonic()

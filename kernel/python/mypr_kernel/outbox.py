@@ -243,15 +243,15 @@ class Outbox:
     def full(self) -> bool:
         return self._pending + self._ring >= RING_BYTES
 
-    def sleep(self, linger: bool) -> bool:
-        """Whether the I/O thread may wait: nothing was put.
+    def sleep(self, linger: bool, hold: bool) -> bool:
+        """Whether the I/O thread may wait: nothing was put, or it should ``hold``.
 
         From here a put wakes it. If it only lingers (and so comes back by itself in a
         millisecond), a put does not, only ``flush`` does: two threads that take the
         interpreter lock from each other at every event are slow.
         """
         with self.lock:
-            self._waiting = not self._items
+            self._waiting = hold or not self._items
             self._asleep = self._waiting and not linger
             return self._waiting
 

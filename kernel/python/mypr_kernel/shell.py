@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .calls import Calls
-    from .tasks import Tasks
+    from .registry import Registry
 
     Command = str | Sequence[str | os.PathLike[str]]
 
@@ -211,9 +211,9 @@ def _bytes_of(text: str, data: bytes, chars: int) -> int:
 class Shell:
     """Commands, each with its processes in a container of its own (a cgroup)."""
 
-    def __init__(self, calls: Calls, tasks: Tasks) -> None:
+    def __init__(self, calls: Calls, registry: Registry) -> None:
         self._calls = calls
-        self._tasks = tasks
+        self._registry = registry
 
     async def run(
         self,
@@ -297,7 +297,7 @@ class Shell:
         """
         params = _params(command, cwd, env, inherit_env, input, pty, rows, cols, limits)
         params["stdin"] = bool(stdin)
-        return self._tasks._job(await self._calls.request("shell.start", params, True))
+        return self._registry.job(await self._calls.request("shell.start", params, True))
 
 
 # What run() returns: what the caller cannot know. The rest is in the job's status.

@@ -1,17 +1,9 @@
-"""``ws.tasks``: the handles of cells, of tasks and of jobs.
-
-A task that ``start`` makes is a ``Task`` cell: what it prints goes to its own handle and,
-unless it is hidden, to the manager, as the output of a cell does.
-"""
+"""``ws.tasks``: detached work."""
 
 from __future__ import annotations
 
-import time
-
-from . import errors
-from .calls import RPCError
-from .cells import QUEUED, RUNNING, Cell, current
-from .handles import CellHandle, Handle, HistoricalHandle, LocalHandle, NotReady, ResultUnavailable
+from .handles import Handle, HistoricalHandle
+from .registry import is_hex
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,66 +11,18 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
     from typing import Any
 
-    from .kernel import Kernel
-    from .shell import Job
-
-__all__ = ["NotReady", "ResultUnavailable", "Tasks"]
-
-DEFAULT_COMPLETED = 128
-CACHE_BYTES = 16 << 20  # output of completed cells and tasks that stays in memory
-MAX_ID = 256
-MAX_JOBS = 1024  # handles of jobs kept here, beside all that run
-
-
-class Task(Cell):
-    """Who prints in a task. It runs from its birth on."""
-
-    __slots__ = ("hidden",)
-
-    detached = True
-
-    def __init__(self, exec_id: str, parent: Cell | None, hidden: bool) -> None:
-        client, connection = (parent.client_id, parent.connection_id) if parent is not None else ("", "")
-        super().__init__(exec_id, "", client, connection)
-        self.hidden = hidden
-        self.state = RUNNING
-
-
-class TaskHandle(LocalHandle):
-    """Work that ``ws.tasks.start`` detached. Its result is the awaitable's."""
-
-    kind = "python"
-
-    def __init__(self, id: str, task: Task, parent: Cell | None, generation: str, limit: int) -> None:
-        super().__init__(id, task, generation, limit)
-        self.exec_id = parent.exec_id if parent is not None else ""
-        self.started_at = self.created_at
-        self.visible = not task.hidden
-
-    def _stop(self, cell: Cell) -> None:
-        cell.reason = "it was cancelled through its handle"
-        super()._stop(cell)
+    from .registry import Registry, TaskHandle
 
 
 class Tasks:
     """Detached work: start it, find it, look at what came of it.
 
-    Handles of all clients are here: cells, tasks of ``start`` and jobs of ``ws.shell``,
-    ``ws.packages`` and ``ws.net``, under one kind of id.
+    Handles of all clients are here: cells, tasks of ``start`` and jobs of ``ws.shell`` and
+    ``ws.packages``, under one kind of id.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-        self._generation: str = kernel.settings.generation
-        self._handles: dict[str, Handle] = {}
-        self._custom: set[str] = set()  # ids that callers chose, for the life of this kernel
-        self._next = 0
-        self._completed: list[Handle] = []  # oldest first
-        self._cached = 0  # bytes of output in them
-        self._jobs: dict[str, Job] = {}
-        self._refused = ""  # why no task may start now
-
-    # -- what cells call -------------------------------------------------------
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
 
     def start(
         self, awaitable: Awaitable[Any], *, task_id: str | None = None, visible: bool = True
@@ -91,51 +35,7 @@ class Tasks:
         ``visible=False`` leaves it out of ``list``, of history and of what ``ws.reset()``
         refuses to interrupt.
         """
-        try:
-            self._check_start(awaitable, task_id)
-        except BaseException:
-            close = getattr(awaitable, "close", None)  # a coroutine that will never be awaited
-            if close is not None:
-                close()
-            raise
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        if task_id is None:
-            self._next += 1
-            task_id = f"task-{self._generation}-{self._next}"
-        else:
-            self._custom.add(task_id)
-        parent = current.get()
-        if isinstance(parent, Task):
-            by = self._by_history(parent.exec_id)
-            started_in = by.exec_id if by is not None else ""
-        else:
-            started_in = parent.exec_id if parent is not None else ""
-        task = Task(f"python:{self._generation}:{task_id}", parent, not visible)
-        handle = TaskHandle(task_id, task, parent, self._generation, self._kernel.outbox.output_bytes)
-        handle.exec_id = started_in
-        task.sink = handle.buffer
-        self._handles[task_id] = handle
-        if visible:
-            self._kernel.outbox.task(
-                task,
-                {
-                    "id": task_id,
-                    "client_id": task.client_id,
-                    "connection_id": task.connection_id,
-                    "exec_id": started_in,
-                },
-            )
-        from contextvars import copy_context
-
-        context = copy_context()
-        context.run(current.set, task)
-        name = f"task {task_id}"
-        coroutine = self._run(handle, task, awaitable)
-        task.task = context.run(loop.create_task, coroutine, name=name)
-        task.task.add_done_callback(lambda _: self._never_began(handle, task, awaitable))
-        return handle
+        return self._registry.start(awaitable, task_id, visible)
 
     def list(self, client_id: str | None = None) -> List[dict[str, Any]]:
         """The status of every visible handle that this kernel keeps, oldest first.
@@ -143,29 +43,20 @@ class Tasks:
         ``client_id`` leaves only those that this client started. Completed ones are kept
         up to the limit ``completed_tasks``; ``attach`` and ``ws.history`` know older ones.
         """
-        statuses = [h.status() for h in self._handles.values() if self._listed(h)]
-        statuses += [job._known() for job in self._fetch_jobs({})]
-        statuses.sort(key=lambda s: s.get("created_at", 0.0))
+        statuses = self._registry.statuses()
         return [s for s in statuses if client_id is None or s["client_id"] == client_id]
 
     def active(self) -> List[Handle]:
         """The handles of what has not ended, oldest first. The calling cell is one of them."""
-        handles: list[tuple[float, Handle]] = [
-            (h.created_at, h)
-            for h in self._handles.values()
-            if isinstance(h, LocalHandle) and not h.done and self._listed(h)
-        ]
-        handles += [(job.created_at, job) for job in self._fetch_jobs({"active": True})]
-        handles.sort(key=lambda pair: pair[0])
-        return [h for _, h in handles]
+        return self._registry.active()
 
     def get(self, task_id: str) -> Handle:
         """The handle with this id, whoever started it; KeyError if this kernel has none."""
-        handle = self._find(task_id)
+        handle = self._registry.find(task_id)
         if handle is not None:
             return handle
-        if _is_hex(task_id):
-            for job in self._fetch_jobs({"ids": [task_id]}):
+        if is_hex(task_id):
+            for job in self._registry.fetch_jobs({"ids": [task_id]}):
                 return job
         raise KeyError(
             f"there is no task {task_id!r} in this kernel; `await ws.tasks.attach(id)` also finds saved ones"
@@ -179,242 +70,11 @@ class Tasks:
         the saved status and output are there, and ``result()`` raises ResultUnavailable.
         Raises LookupError when nothing is known of it.
         """
-        handle = self._find(task_id)
+        handle = self._registry.find(task_id)
         if handle is not None:
             return handle
-        record: dict[str, Any] = await self._kernel.calls.request("history.get", {"id": task_id}, True)
+        calls = self._registry.calls
+        record: dict[str, Any] = await calls.request("history.get", {"id": task_id}, True)
         if record.get("kind") in ("shell", "package"):
-            status = await self._kernel.calls.request("shell.status", {"id": task_id}, True)
-            return self._job(status)
-        return HistoricalHandle(record)
-
-    # -- what the kernel calls -------------------------------------------------
-
-    def submitted(self, cell: Cell) -> None:
-        """A cell came."""
-        handle = CellHandle(cell, self._generation, self._kernel.outbox.output_bytes, self._dequeue)
-        cell.sink = handle.buffer
-        self._handles[cell.exec_id] = handle
-
-    def began(self, cell: Cell) -> None:
-        """It runs."""
-        handle = self._handles.get(cell.exec_id)
-        if isinstance(handle, LocalHandle):
-            handle.started_at = time.time()
-
-    def ended(self, cell: Cell, fields: dict[str, Any], value: Any, error: BaseException | None) -> None:
-        """A cell ended, with the fields of its terminal event."""
-        handle = self._handles.get(cell.exec_id)
-        if isinstance(handle, LocalHandle) and not handle.done:
-            if error is not None:
-                # Its stack has the cell's output already, and would keep every local
-                # variable in it alive.
-                error = error.with_traceback(None)
-            handle._finish(fields["state"], value, error, fields.get("error", ""))
-            self._complete(handle)
-
-    def _dequeue(self, cell: Cell) -> bool:
-        """Cancel a cell that has not begun; False if it has."""
-        outbox = self._kernel.outbox
-        with outbox.lock:
-            queued = cell.state == QUEUED
-            if queued:
-                cell.state = "cancelled"
-        if queued:
-            message = "cancelled by another cell before it began"
-            info = {"code": "cancelled", "message": message}
-            fields = {"state": "cancelled", "error": f"CancelledError: {message}", "error_info": info}
-            outbox.state(cell, {"event": "state", **fields}, True)
-            self.ended(cell, fields, None, None)
-        return queued
-
-    def dequeued(self, cell: Cell) -> None:
-        """A cell was taken out of the queue by an interrupt."""
-        handle = self._handles.get(cell.exec_id)
-        if isinstance(handle, LocalHandle) and not handle.done:
-            error = "CancelledError: interrupted on request before it began"
-            self.ended(cell, {"state": "cancelled", "error": error}, None, None)
-
-    def left(self) -> List[Task]:
-        """Visible tasks that have not ended, for the last words about them."""
-        return [h._cell for h in self.live() if isinstance(h._cell, Task)]
-
-    def reserve(self, reason: str) -> None:
-        """Refuse new tasks: the process is about to end."""
-        self._refused = reason
-
-    def release(self) -> None:
-        """It goes on after all."""
-        self._refused = ""
-
-    def live(self) -> List[LocalHandle]:
-        """Visible tasks that have not ended."""
-        return [h for h in self._handles.values() if isinstance(h, TaskHandle) and h.visible and not h.done]
-
-    def leave(self) -> List[Any]:
-        """Cancel every task, because the process ends; the asyncio tasks to wait for."""
-        tasks = []
-        for handle in self._handles.values():
-            cell = handle._cell if isinstance(handle, TaskHandle) else None
-            if cell is not None and cell.task is not None:
-                cell.reason = "the kernel was told to stop"
-                cell.task.cancel()
-                tasks.append(cell.task)
-        return tasks
-
-    # -- inside ----------------------------------------------------------------
-
-    def _check_start(self, awaitable: Any, task_id: Any) -> None:
-        import inspect
-
-        if not inspect.isawaitable(awaitable):
-            hint = ": call it, start(work())" if inspect.iscoroutinefunction(awaitable) else ""
-            raise TypeError(f"ws.tasks.start takes an awaitable, not {type(awaitable).__name__}{hint}")
-        if self._refused:
-            raise RPCError(
-                self._refused, "conflict", "tasks.start", "nothing new is started until that is over"
-            )
-        if task_id is None:
-            return
-        if not isinstance(task_id, str):
-            raise TypeError(f"task_id must be text, not {type(task_id).__name__}")
-        if not task_id or len(task_id) > MAX_ID or not task_id.isprintable():
-            raise ValueError(f"a task id has 1 to {MAX_ID} printable characters, not {task_id[:40]!r}")
-        if reserved(task_id):
-            raise ValueError(
-                f"{task_id!r} has the form of a generated id (32 hexadecimal digits, task-…-<number>, "
-                "python:<generation>:…, remote-watch:…): choose another name"
-            )
-        if task_id in self._custom:
-            raise ValueError(
-                f"the task id {task_id!r} was used in this kernel already; ids are free again after a reset"
-            )
-
-    async def _run(self, handle: TaskHandle, task: Task, awaitable: Awaitable[Any]) -> None:
-        """The life of a task. Raises nothing: the handle has the outcome."""
-        import asyncio
-
-        value: Any = None
-        error: BaseException | None = None
-        state = "succeeded"
-        fields: dict[str, Any] = {}
-        try:
-            value = await awaitable
-        except asyncio.CancelledError as e:
-            state = "cancelled"
-            reason = task.reason or str(e) or "it was cancelled"
-            fields = {
-                "error": f"CancelledError: {reason}",
-                "error_info": {"code": "cancelled", "type": "CancelledError", "message": reason},
-            }
-        except BaseException as e:
-            if isinstance(e, GeneratorExit):
-                raise
-            state, error = "failed", e
-            fields = errors.summary(e)
-            if not task.hidden:
-                text = errors.traceback_text(e)
-                self._kernel.outbox.event(task, {"event": "error", "text": text}, len(text))
-        self._conclude(handle, task, {"state": state, **fields}, value, error)
-
-    def _never_began(self, handle: TaskHandle, task: Task, awaitable: Any) -> None:
-        """It was cancelled before its first step, so ``_run`` never was."""
-        if handle.done:
-            return
-        close = getattr(awaitable, "close", None)
-        if close is not None:
-            close()
-        summary = f"CancelledError: {task.reason or 'it was cancelled'} before it began"
-        info = {"code": "cancelled", "type": "CancelledError", "message": summary}
-        self._conclude(handle, task, {"state": "cancelled", "error": summary, "error_info": info}, None, None)
-
-    def _conclude(
-        self, handle: TaskHandle, task: Task, fields: dict[str, Any], value: Any, error: BaseException | None
-    ) -> None:
-        task.state = fields["state"]
-        if not task.hidden:
-            self._kernel.outbox.state(task, {"event": "state", **fields}, True)
-        task.ended = True
-        handle._finish(fields["state"], value, error, fields.get("error", ""))
-        task.release()
-        self._complete(handle)
-
-    def _complete(self, handle: LocalHandle) -> None:
-        self._completed.append(handle)
-        self._cached += handle.buffer.used
-        self._trim()
-
-    def _trim(self) -> None:
-        limit: int = self._kernel.link.limits.get("completed_tasks") or DEFAULT_COMPLETED
-        while len(self._completed) > limit:
-            old = self._completed.pop(0)
-            self._handles.pop(old.id, None)
-            if isinstance(old, LocalHandle):
-                self._cached -= old.buffer.used
-        for old in self._completed[:-1]:
-            if self._cached <= CACHE_BYTES:
-                break
-            if isinstance(old, LocalHandle) and not old.buffer.evicted and old.buffer.used:
-                self._cached -= old.buffer.used
-                old.buffer.used = 0
-                old.buffer.evict()
-
-    def _listed(self, handle: Handle) -> bool:
-        return not isinstance(handle, TaskHandle) or handle.visible
-
-    def _find(self, task_id: str) -> Handle | None:
-        if not isinstance(task_id, str):
-            raise TypeError(f"a task id is text, not {type(task_id).__name__}")
-        return self._handles.get(task_id) or self._by_history(task_id) or self._jobs.get(task_id)
-
-    def _by_history(self, history_id: str) -> LocalHandle | None:
-        prefix = f"python:{self._generation}:"
-        if history_id.startswith(prefix):
-            handle = self._handles.get(history_id[len(prefix) :])
-            if isinstance(handle, TaskHandle):
-                return handle
-        return None
-
-    def _fetch_jobs(self, params: dict[str, Any]) -> List[Job]:
-        """Handles of the manager's jobs, with their present status."""
-        found = self._kernel.calls.request_sync("jobs.list", {"memory": True, **params})
-        jobs = [self._job(status) for status in found["jobs"]]
-        if not params:
-            kept = {job.id for job in jobs}
-            self._jobs = {id: job for id, job in self._jobs.items() if id in kept}
-        return jobs
-
-    def _job(self, status: dict[str, Any]) -> Job:
-        """The handle of a job: always the same object as long as it is kept."""
-        from .shell import Job
-
-        job = self._jobs.get(status["id"])
-        if job is None:
-            job = Job(self._kernel.calls, status)
-            self._jobs[job.id] = job
-            while len(self._jobs) > MAX_JOBS:
-                old = next((j for j in self._jobs.values() if j.done), None)
-                if old is None:
-                    break
-                del self._jobs[old.id]
-        else:
-            job._know(status)
-        return job
-
-
-def reserved(task_id: str) -> bool:
-    """Whether an id has a form that only generated ids have."""
-    if _is_hex(task_id) or task_id.startswith("remote-watch:"):
-        return True
-    if task_id.startswith("task-"):
-        middle, dash, number = task_id[5:].rpartition("-")
-        if dash and middle and number.isdecimal():
-            return True
-    if task_id.startswith("python:"):
-        generation, colon, _ = task_id[7:].partition(":")
-        return bool(colon) and bool(generation) and all(c in "0123456789abcdef" for c in generation)
-    return False
-
-
-def _is_hex(text: Any) -> bool:
-    return isinstance(text, str) and len(text) == 32 and all(c in "0123456789abcdef" for c in text)
+            return self._registry.job(await calls.request("shell.status", {"id": task_id}, True))
+        return HistoricalHandle(calls, record)

@@ -14,10 +14,29 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn, TypeVar
 
     from .calls import Calls
+    from .fs import Files
+    from .git import Git
+    from .history import History
+    from .locks import Locks
+    from .messages import Messages
+    from .modules import Modules
+    from .packages import Packages
+    from .registry import Registry
     from .shell import Shell
+    from .skills import Skills
     from .tasks import Tasks
 
     T = TypeVar("T")
+
+
+# Name -> the module that has it.
+EXCEPTIONS = {
+    "RPCError": "calls",
+    "ShellError": "shell",
+    "NotReady": "handles",
+    "ResultUnavailable": "handles",
+    "InvalidCursor": "handles",
+}
 
 
 class Client:
@@ -42,13 +61,13 @@ class Client:
 class Workspace:
     """The API that every cell finds as ``ws``."""
 
-    def __init__(self, workspace: str, root: str, calls: Calls, tasks: Tasks) -> None:
+    def __init__(self, workspace: str, root: str, calls: Calls, registry: Registry) -> None:
         self._workspace = workspace
         self._root = root
         self._calls = calls
         self._locals: dict[str, dict[str, Any]] = {}
         self.client = Client()
-        self.tasks = tasks
+        self._registry = registry
         self._parts: dict[str, Any] = {}  # what was imported when first asked for
 
     @property
@@ -71,11 +90,87 @@ class Workspace:
         return self._locals.setdefault(self.client.id, {})
 
     @property
+    def tasks(self) -> Tasks:
+        """Detached work."""
+        from .tasks import Tasks
+
+        return self._part("tasks", Tasks, self._registry)
+
+    @property
+    def fs(self) -> Files:
+        """Files and search."""
+        from .fs import Files
+
+        return self._part("fs", Files, self._calls)
+
+    @property
+    def git(self) -> Git:
+        """The repository, read-only."""
+        from .git import Git
+
+        return self._part("git", Git, self._calls)
+
+    @property
     def shell(self) -> Shell:
         """Commands and their handles."""
         from .shell import Shell
 
-        return self._part("shell", Shell, self._calls, self.tasks)
+        return self._part("shell", Shell, self._calls, self._registry)
+
+    @property
+    def history(self) -> History:
+        """Records and the log."""
+        from .history import History
+
+        return self._part("history", History, self._calls)
+
+    @property
+    def messages(self) -> Messages:
+        """The inbox of the calling client."""
+        from .messages import Messages
+
+        return self._part("messages", Messages, self._calls)
+
+    @property
+    def locks(self) -> Locks:
+        """Names that one task at a time may hold."""
+        from .locks import Locks
+
+        return self._part("locks", Locks)
+
+    @property
+    def skills(self) -> Skills:
+        """Markdown for agents to read."""
+        from .skills import Skills
+
+        return self._part("skills", Skills, self._calls, self._root)
+
+    @property
+    def modules(self) -> Modules:
+        """Python that outlives the session."""
+        from .modules import Modules
+
+        return self._part("modules", Modules, self._calls, self.shell, self._root)
+
+    @property
+    def packages(self) -> Packages:
+        """Installation into the environment of this kernel."""
+        from .packages import Packages
+
+        return self._part("packages", Packages, self._calls, self._registry)
+
+    def help(self, topic: str | None = None) -> str:
+        """This API: an index, a topic ("shell") or a method ("shell.run")."""
+        from .help import text
+
+        return text(self, topic)
+
+    def inspect(self) -> dict[str, Any]:
+        """What is here: ``{"workspace", "generation", "client", "variables", "tasks", "skills"}``.
+
+        ``variables`` maps the names that cells have defined to the names of their types.
+        """
+        return self._registry.inspect(self)
 
     def _part(self, name: str, make: type[T], *args: Any) -> T:
         part: T | None = self._parts.get(name)
@@ -126,6 +221,15 @@ class Workspace:
         await self.call(method, params)
         await asyncio.get_running_loop().create_future()  # until the process is stopped
         raise AssertionError
+
+    def __getattr__(self, name: str) -> Any:
+        """The exceptions that its methods raise, for ``except ws.ShellError``."""
+        module = EXCEPTIONS.get(name)
+        if module is None:
+            raise AttributeError(f"ws has no attribute {name!r}; ws.help() lists what it has")
+        import importlib
+
+        return getattr(importlib.import_module(f".{module}", __package__), name)
 
     def __repr__(self) -> str:
         return f"<workspace {self._workspace}>"
