@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"maps"
 	"os"
+	"path/filepath"
 	"sync"
 
 	"mypr/internal/job"
@@ -15,6 +16,7 @@ import (
 	"mypr/units/git"
 	"mypr/units/manager"
 	"mypr/units/search"
+	"mypr/units/skills"
 )
 
 // services makes what answers ws.fs and ws.git, given the runner of programs that only
@@ -29,6 +31,7 @@ func services(w *workspace.Workspace, log *slog.Logger) func(job.Runner) func(co
 			return func(context.Context, manager.Call) (any, error) { return nil, err }
 		}
 		methods := fs.Methods()
+		maps.Copy(methods, skills.New(filepath.Join(w.Root, "skills")).Methods())
 		maps.Copy(methods, find.Methods())
 		maps.Copy(methods, repo.Methods())
 		// At the first call, not at the start: it may take a while, and by then the
