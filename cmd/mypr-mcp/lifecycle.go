@@ -2,9 +2,11 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -256,10 +258,35 @@ func (c *cli) replaceCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			if err := recordVersion(w.Root); err != nil {
+				return err
+			}
 			_, err = c.swap(ctx, l, exe)
 			return err
 		},
 	}
+}
+
+// recordVersion adds to the record of the restart under way what version it is for, so
+// that the manager which ends it can tell whether it came to that.
+func recordVersion(root string) error {
+	path := filepath.Join(root, "restart.json")
+	raw, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	r := map[string]any{}
+	if err := json.Unmarshal(raw, &r); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	r["new_version"] = version()
+	if raw, err = json.MarshalIndent(r, "", "  "); err != nil {
+		return err
+	}
+	if err := os.WriteFile(path+".new", append(raw, '\n'), 0o600); err != nil {
+		return err
+	}
+	return os.Rename(path+".new", path)
 }
 
 // swap puts this program in the place of the one that runs, and that one back when

@@ -228,7 +228,7 @@ func writeRuntime(b *strings.Builder, r *api.Runtime) {
 		fmt.Fprintf(b, "plain Python without IPython: %s\n", r.PlainReason)
 	}
 	if r.UpdatePending {
-		fmt.Fprintf(b, "a newer version (%s) is installed; mypr-mcp restart makes the session use it\n", r.BridgeVersion)
+		fmt.Fprintf(b, "this front end has another version (%s) than the session; if it is the newer one, mypr-mcp restart makes the session use it\n", r.BridgeVersion)
 	}
 	if len(r.Capabilities) > 0 {
 		fmt.Fprintf(b, "capabilities: %s\n", strings.Join(r.Capabilities, " "))

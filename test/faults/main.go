@@ -22,6 +22,7 @@ func main() {
 	kernels := flag.Bool("kernel", false, "soak: kill the kernel too")
 	seed := flag.Uint64("seed", uint64(time.Now().UnixNano()), "of the random faults")
 	sleep := flag.Int("sleep", 60, "survive: seconds that the awaiting cell sleeps")
+	rounds := flag.Int("rounds", 5, "recovery: how often each is measured")
 	keep := flag.Bool("keep", false, "leave the workspace for a look")
 	flag.Parse()
 	path, err := filepath.Abs(*bin)
@@ -38,8 +39,12 @@ func main() {
 		switch what {
 		case "soak":
 			good = (&soak{s: s, faults: *n, kernels: *kernels, seed: *seed}).run()
+		case "upgrade":
+			good = (&upgrade{s: s}).run()
+		case "recovery":
+			good = (&recovery{s: s, rounds: *rounds}).run()
 		case "survive":
-			other, err := buildOther(s.root)
+			other, err := variant(s.root, otherVersion, "", "", "")
 			if err != nil {
 				fatal(err)
 			}

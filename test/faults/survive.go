@@ -7,8 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"strings"
 	"time"
 
@@ -26,17 +24,6 @@ type survive struct {
 }
 
 const otherVersion = "other-version"
-
-// buildOther builds the program with another version.
-func buildOther(dir string) (string, error) {
-	path := filepath.Join(dir, "mypr-mcp-other")
-	cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w -X main.buildVersion="+otherVersion, "-o", path, "./cmd/mypr-mcp")
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=-trimpath")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("%w: %s", err, out)
-	}
-	return path, nil
-}
 
 func (v *survive) check(fault, what string, ok bool, detail any) {
 	verdict := "survived"
