@@ -17,7 +17,7 @@ STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 FUZZTIME    ?= 3s
 GO_PACKAGES := ./...
 
-.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e
+.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-faults faults
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -30,7 +30,7 @@ run: build ## run a cell in the session of DIR (default: here): make run CODE='1
 	$(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
 
 test: build setup ## install what the tests need and run all of them
-	@$(MAKE) --no-print-directory lint test-go test-fuzz test-python test-e2e
+	@$(MAKE) --no-print-directory lint test-go test-fuzz test-python test-e2e test-faults
 
 setup: ## install what the tests need (test/.venv*, test/node_modules)
 	@test/setup.sh
@@ -50,6 +50,16 @@ test-fuzz: ## each fuzz target for FUZZTIME
 
 test-python: ## kernel tests on the oldest and the newest Python
 	@test/python.sh
+
+test-faults: build ## faults in CI: survival, upgrades, recovery times, 30 random faults in each mode
+	$(GO) run ./test/faults -bin $(BIN) -n 30 -sleep 15 -rounds 3 survive upgrade recovery soak
+	$(GO) run ./test/faults -bin $(BIN) -n 30 -kernel soak
+	MYPR_TIER=3 $(GO) run ./test/faults -bin $(BIN) -n 15 -kernel soak
+
+faults: build ## 300 random faults, then 300 with kernels killed too, and what survives what
+	$(GO) run ./test/faults -bin $(BIN) -n 300 soak
+	$(GO) run ./test/faults -bin $(BIN) -n 300 -kernel soak
+	$(GO) run ./test/faults -bin $(BIN) survive upgrade recovery
 
 test-e2e: build ## the built program with real MCP clients
 	CGO_ENABLED=1 MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) test -race -count=1 -timeout 10m ./test/...

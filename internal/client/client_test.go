@@ -326,7 +326,7 @@ func TestPoisonousCall(t *testing.T) {
 	})
 	c := newClient(t, r)
 	_, err := c.Status(ctx(t), api.StatusParams{})
-	if rpc.CodeOf(err) != rpc.CodeUnavailable || !strings.Contains(err.Error(), "5 times") {
+	if rpc.CodeOf(err) != rpc.CodeUnavailable || !strings.Contains(err.Error(), "12 times") {
 		t.Errorf("error %v", err)
 	}
 }
