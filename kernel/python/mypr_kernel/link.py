@@ -276,6 +276,7 @@ class Link:
         since = turn.since
         if self._blocked is not None:
             if since == self._blocked["monotonic"]:
+                self._look_at = 0.0  # a cell given meanwhile: the end of the turn will wake us
                 return
             self._blocked = None
             self._once({"type": "loop", "blocked": None})
