@@ -9,7 +9,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 )
 
 // inGit makes the workspace a repository with one commit.
@@ -138,23 +137,19 @@ unknown = []`)
 	if !strings.Contains(got, "(200, ") {
 		t.Fatalf("%s: %s", r.Exec.State, r.Text)
 	}
-	left, _ := filepath.Glob(filepath.Join(s.dir, "*"))
-	more, _ := filepath.Glob(filepath.Join(s.dir, ".mypr-*"))
-	writes, _ := filepath.Glob(filepath.Join(s.dir, ".mypr", "writes", "*"))
-	if left = append(append(left, more...), writes...); len(left) != 4+len(emptyDirs(left)) {
-		t.Errorf("left: %q", left)
+	var left []string
+	err := filepath.WalkDir(s.dir, func(path string, d os.DirEntry, err error) error {
+		rel, _ := filepath.Rel(s.dir, path)
+		if err != nil || d.IsDir() || strings.HasPrefix(rel, ".mypr/") && !strings.HasPrefix(rel, ".mypr/writes/") {
+			return err
+		}
+		left = append(left, rel)
+		return nil
+	})
+	if err != nil || fmt.Sprint(left) != "[d200/x f0 f1 f2]" {
+		t.Errorf("left: %q, %v", left, err)
 	}
 	t.Log(got)
-}
-
-// emptyDirs are those that deleting their last file left.
-func emptyDirs(paths []string) (dirs []string) {
-	for _, p := range paths {
-		if e, err := os.ReadDir(p); err == nil && len(e) == 0 {
-			dirs = append(dirs, p)
-		}
-	}
-	return dirs
 }
 
 // What calls cost from a cell, alone and while another client's cell computes: then
