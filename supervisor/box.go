@@ -87,10 +87,24 @@ func (b *cgroupBox) start(_ string, c *process.Command, done func(*process.Proce
 		done(p, process.ReadStatus(status))
 		return
 	}
+	b.s.starting[p.PID] = &starting{p: p}
 	w.f = func(uint32) {
 		w.remove()
-		done(p, process.ReadStatus(status))
+		st := b.s.starting[p.PID]
+		delete(b.s.starting, p.PID)
+		err := process.ReadStatus(status)
+		done(p, err)
+		if pr := b.s.procs[p.PID]; err == nil && st.exit != nil && pr != nil {
+			pr.u.ended(pr, *st.exit)
+		}
 	}
+}
+
+// starting is a child that is the exec helper still, or may be no more: its end, if it
+// comes now, is kept until it is known what it was the end of.
+type starting struct {
+	p    *process.Process
+	exit *process.Exit
 }
 
 func (b *cgroupBox) signal(sig syscall.Signal, except ...int) { _ = b.g.Signal(sig, except...) }

@@ -398,6 +398,7 @@ func (u *unit) openStdio() error {
 		}
 		_ = setWinsize(master, rows, cols)
 		_ = unix.SetNonblock(process.FD(master), true)
+		_ = unix.SetNonblock(process.FD(slave), false) // os.OpenFile made it so; the process must not see that
 		u.keep("pty", master)
 		for i := range u.ends {
 			u.ends[i], err = process.Dup(slave)
@@ -466,20 +467,26 @@ func (u *unit) stdio(main bool) (s [3]*os.File, opened []*os.File, err error) {
 			if s[i] = u.given[arg]; s[i] == nil && main {
 				return s, opened, fmt.Errorf("there is no descriptor %q for %s", arg, mode)
 			}
+			if s[i] != nil { // programs expect it, whatever the client uses for itself
+				_ = unix.SetNonblock(process.FD(s[i]), false)
+			}
 		case "file", "append", "truncate":
-			flag := os.O_WRONLY | os.O_CREATE
+			flag := unix.O_WRONLY | unix.O_CREAT
 			switch {
 			case i == 0:
-				flag = os.O_RDONLY
+				flag = unix.O_RDONLY
 			case kind == "append":
-				flag |= os.O_APPEND
+				flag |= unix.O_APPEND
 			case kind == "truncate":
-				flag |= os.O_TRUNC
+				flag |= unix.O_TRUNC
 			}
-			f, err := os.OpenFile(arg, flag, 0o644)
+			// Not to wait for the other end of a fifo; the process gets it blocking.
+			fd, err := unix.Open(arg, flag|unix.O_NONBLOCK|unix.O_NOCTTY|unix.O_CLOEXEC, 0o644)
 			if err != nil {
-				return s, opened, err
+				return s, opened, &fs.PathError{Op: "open", Path: arg, Err: err}
 			}
+			_ = unix.SetNonblock(fd, false)
+			f := os.NewFile(uintptr(fd), arg)
 			opened = append(opened, f)
 			s[i] = f
 		default:

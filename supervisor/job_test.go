@@ -86,7 +86,10 @@ func TestRequiredUnitFails(t *testing.T) {
 	if r.Result != "failed" || r.Unit.Result != "dependency" || !strings.Contains(r.Unit.Error, "a.service") {
 		t.Errorf("%+v", r)
 	}
-	b.Requires, b.Wants = nil, []string{"a.service"}
+	weaker := *b
+	weaker.Requires, weaker.Wants = nil, []string{"a.service"}
+	e.define(&weaker)
+	e.must(e.c.DaemonReload(e.ctx))
 	if r, err = e.c.Start(e.ctx, control.JobParams{Name: "b.service"}); err != nil || r.Result != "done" {
 		t.Errorf("with Wants=: %+v %v", r, err)
 	}
@@ -217,7 +220,7 @@ func TestDaemonReload(t *testing.T) {
 	e.job(func() (control.JobResult, error) { return e.c.Start(e.ctx, control.JobParams{Name: u.Name}) })
 	changed, fresh := shell("u.service", "exec sleep 1001"), shell("v.service", "true")
 	changed.Description = "changed"
-	e.units["u.service"], e.units["v.service"] = changed, fresh
+	e.define(changed, fresh)
 	e.must(e.c.DaemonReload(e.ctx))
 	if st := e.status("u.service"); st.Description != "changed" || st.SubState != "running" {
 		t.Errorf("%+v", st)
@@ -227,7 +230,7 @@ func TestDaemonReload(t *testing.T) {
 	}
 	changed = shell("u.service", "true")
 	changed.Service.Type = "nonsense"
-	e.units["u.service"] = changed
+	e.define(changed)
 	if err := e.c.DaemonReload(e.ctx); rpc.CodeOf(err) != rpc.CodeInvalidRequest || !strings.Contains(err.Error(), "nonsense") {
 		t.Errorf("%v", err)
 	}

@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -70,6 +72,7 @@ type env struct {
 	t       testing.TB
 	ctx     context.Context
 	dir     string
+	mu      sync.Mutex // guards units
 	units   map[string]*spec.Unit
 	opt     supervisor.Options
 	c       *control.Client
@@ -96,12 +99,18 @@ func options(t testing.TB, tier int, units ...*spec.Unit) (*env, supervisor.Opti
 	}
 	opt := supervisor.Options{
 		Load: func(name string) (*spec.Unit, []string, error) {
+			e.mu.Lock()
+			defer e.mu.Unlock()
 			if u := e.units[name]; u != nil {
 				return u, nil, nil
 			}
 			return nil, nil, fs.ErrNotExist
 		},
-		Names:       func() ([]string, error) { return slices.Sorted(maps.Keys(e.units)), nil },
+		Names: func() ([]string, error) {
+			e.mu.Lock()
+			defer e.mu.Unlock()
+			return slices.Sorted(maps.Keys(e.units)), nil
+		},
 		ControlPath: filepath.Join(dir, "ctl"), NotifyPath: filepath.Join(dir, "ntf"), StatePath: filepath.Join(dir, "state"),
 		CgroupName: "mypr-test-" + filepath.Base(dir), Version: "test", ForceTier: tier,
 		Logger: slog.New(slog.NewTextHandler(testWriter{t}, &slog.HandlerOptions{Level: slog.LevelDebug})),
@@ -151,8 +160,13 @@ func (e *env) run(opt supervisor.Options) {
 	t.Cleanup(func() {
 		e.c.Close()
 		e.stop()
-		if left := openFDs() - fds; left > 0 {
-			t.Errorf("%d descriptors are left open", left)
+		for fd, what := range openFDs() {
+			if fds[fd] == "" {
+				n, _ := strconv.Atoi(fd)
+				name, _ := syscall.Getsockname(n)
+				peer, _ := syscall.Getpeername(n)
+				t.Errorf("descriptor %s is left open: %s %+v %+v", fd, what, name, peer)
+			}
 		}
 		if own, err := cgroup.Own(); err == nil {
 			if _, err := os.Stat(filepath.Join(own, opt.CgroupName)); err == nil {
@@ -185,9 +199,30 @@ func (e *env) stop() {
 	}
 }
 
-func openFDs() int {
-	entries, _ := os.ReadDir("/proc/self/fd")
-	return len(entries)
+// define puts unit files in place.
+func (e *env) define(units ...*spec.Unit) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, u := range units {
+		e.units[u.Name] = u
+	}
+}
+
+func openFDs() map[string]string {
+	fds := map[string]string{}
+	d, err := os.Open("/proc/self/fd")
+	if err != nil {
+		return fds
+	}
+	defer d.Close()
+	self := strconv.Itoa(process.FD(d))
+	names, _ := d.Readdirnames(-1)
+	for _, n := range names {
+		if link, err := os.Readlink("/proc/self/fd/" + n); err == nil && n != self {
+			fds[n] = link
+		}
+	}
+	return fds
 }
 
 // role is a service that runs a role of the test binary.

@@ -135,10 +135,10 @@ func TestWatchdog(t *testing.T) {
 	tiers(t, func(t *testing.T, tier int) {
 		e := start(t, tier)
 		dog := func(sv *spec.Service) {
-			sv.WatchdogSec, sv.TimeoutAbortSec, sv.WatchdogSignal = 100*time.Millisecond, 50*time.Millisecond, int(syscall.SIGTERM)
+			sv.WatchdogSec, sv.TimeoutAbortSec, sv.WatchdogSignal = 400*time.Millisecond, 50*time.Millisecond, int(syscall.SIGTERM)
 		}
 		s := e.stater("w.service", dog)
-		for range 30 { // longer than the interval, in total
+		for began := time.Now(); time.Since(began) < time.Second; {
 			s.say("WATCHDOG=1")
 		}
 		st := e.wait(s.name, s.st.InvocationID)

@@ -85,6 +85,7 @@ func (s *Supervisor) maybeReexec() {
 	err := s.become(r.executable)
 	s.log.Error("cannot re-execute; going on as before", "executable", r.executable, "err", err)
 	r.answer(rpc.Errorf(rpc.CodeInternal, "cannot execute %s: %v; the old supervisor goes on", r.executable, err))
+	s.flush()
 }
 
 // become returns only when it failed.

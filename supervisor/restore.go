@@ -294,12 +294,7 @@ func (u *unit) resumeSocket(before *saved) {
 // reportStrangers looks at groups in our tree that no unit knows: an empty one is
 // removed, one with processes is reported and left alone.
 func (s *Supervisor) reportStrangers() {
-	// Exit files of shims that ended unseen and whose unit is gone too.
-	if left, err := filepath.Glob(s.opt.StatePath + "-*" + exitSuffix); err == nil && s.opt.StatePath != "" {
-		for _, path := range left {
-			_ = os.Remove(path)
-		}
-	}
+	s.removeShimFiles(exitSuffix) // of shims that ended unseen and whose unit is gone too
 	if s.tree == nil {
 		return
 	}
@@ -328,6 +323,16 @@ func (s *Supervisor) reportStrangers() {
 			s.log.Warn("a group of an earlier supervisor holds processes of no known unit; they are left alone", "group", filepath.Base(g.Dir()), "processes", procs)
 		}
 		g.Close()
+	}
+}
+
+func (s *Supervisor) removeShimFiles(suffix string) {
+	if s.opt.StatePath == "" {
+		return
+	}
+	left, _ := filepath.Glob(s.opt.StatePath + "-*" + suffix)
+	for _, path := range left {
+		_ = os.Remove(path)
 	}
 }
 

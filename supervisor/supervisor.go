@@ -110,6 +110,7 @@ type Supervisor struct {
 	units     map[string]*unit
 	sockets   []*unit
 	procs     map[int]*proc
+	starting  map[int]*starting
 	waiting   []*unit // with a waiting job
 	unsettled []*unit // whose state changed
 	calls     []func()
@@ -155,7 +156,8 @@ func New(opt Options) (*Supervisor, error) {
 	}
 	return &Supervisor{
 		opt: opt, log: opt.Logger, queue: newQueue(), started: time.Now(), stopped: make(chan struct{}),
-		program: map[string]*os.File{}, keys: map[*os.File]uint64{}, units: map[string]*unit{}, procs: map[int]*proc{}, dirty: map[*unit]struct{}{}, subs: map[*subscription]struct{}{},
+		program: map[string]*os.File{}, keys: map[*os.File]uint64{}, units: map[string]*unit{}, procs: map[int]*proc{},
+		starting: map[int]*starting{}, dirty: map[*unit]struct{}{}, subs: map[*subscription]struct{}{},
 	}, nil
 }
 
@@ -310,6 +312,11 @@ func (s *Supervisor) reap() {
 		if pr := s.procs[pid]; pr != nil {
 			if exit, progress := pr.p.Collect(); progress == process.Ended {
 				s.turn(func() { pr.u.ended(pr, exit) })
+			}
+		}
+		if st := s.starting[pid]; st != nil {
+			if exit, progress := st.p.Collect(); progress == process.Ended {
+				st.exit = &exit
 			}
 		}
 		process.Reap(pid)
@@ -614,6 +621,8 @@ func (s *Supervisor) cleanup() {
 		}
 		_ = os.Remove(s.file.path)
 	}
+	s.removeShimFiles(exitSuffix)
+	s.removeShimFiles(shimSuffix)
 	if s.tree != nil {
 		if err := s.tree.Remove(); err != nil {
 			s.log.Warn("the supervisor's cgroup stays", "dir", s.tree.Dir, "err", err)

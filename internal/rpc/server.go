@@ -36,8 +36,11 @@ type Server struct {
 // and waits for their handlers. The listener is closed, its socket file is not removed.
 func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 	l.SetUnlinkOnClose(false)
-	stop := context.AfterFunc(ctx, func() { l.Close() })
-	defer stop()
+	closed := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		l.Close()
+		close(closed)
+	})
 	var err error
 	var spare spareFD
 	spare.open()
@@ -53,6 +56,9 @@ func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 		if sock != nil {
 			s.accept(sock)
 		}
+	}
+	if !stop() {
+		<-closed // else the descriptor could outlive us by a moment
 	}
 	l.Close()
 	s.mu.Lock()

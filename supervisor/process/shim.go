@@ -112,6 +112,11 @@ func shimMain(args []string) {
 	}
 	unix.CloseOnExec(shimConnFD)
 	unix.CloseOnExec(shimListenFD)
+	// Whoever connects sees the pid of the process that called listen last (SO_PEERCRED).
+	if err := unix.Listen(shimListenFD, 8); err != nil {
+		fmt.Fprintln(os.Stderr, "mypr-shim:", err)
+		os.Exit(1)
+	}
 	lf := os.NewFile(shimListenFD, "shim")
 	l, err := net.FileListener(lf)
 	lf.Close()

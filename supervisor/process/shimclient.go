@@ -156,4 +156,4 @@ func (s *Shim) Freeze(ctx context.Context, on bool) error {
 }
 
 // Close drops the connection; the shim goes on and Process stays the caller's.
-func (s *Shim) Close() { s.conn.CloseAsync() }
+func (s *Shim) Close() { _ = s.conn.Close() }
