@@ -120,6 +120,22 @@ func storedUpstream() bool {
 		slices.ContainsFunc(strings.Split(os.Getenv("LISTEN_FDNAMES"), ":"), func(name string) bool { return strings.HasPrefix(name, storePrefix) })
 }
 
+// Stored is a second descriptor of what an earlier process of this service kept under
+// that name in Options.Keep, for reading it before Run; nil when there is none.
+func Stored(name string) *os.File {
+	if !storedUpstream() {
+		return nil
+	}
+	for i, text := range strings.Split(os.Getenv("LISTEN_FDNAMES"), ":") {
+		if _, r, ok := parseStoredName(text); ok && r.Kind == fdProgram && r.Name == name {
+			if fd, err := unix.FcntlInt(uintptr(3+i), unix.F_DUPFD_CLOEXEC, 3); err == nil {
+				return os.NewFile(uintptr(fd), name)
+			}
+		}
+	}
+	return nil
+}
+
 // takeUpstream takes what came with the start: sockets of a socket unit, by name, and
 // what an earlier process stored, which then looks like what an anchor hands back.
 func (s *Supervisor) takeUpstream(st *saved) {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net"
 	"os"
 	"slices"
@@ -16,6 +15,7 @@ import (
 
 	"mypr/internal/config"
 	"mypr/internal/rpc"
+	"mypr/internal/systemd"
 	"mypr/internal/workspace"
 	"mypr/kernel"
 	"mypr/supervisor/control"
@@ -36,7 +36,6 @@ func (c *cli) managerCommand() *cobra.Command {
 // working directory are the supervisor's doing.
 func (c *cli) manager(ctx context.Context) error {
 	syscall.Umask(0o077)
-	log := slog.New(slog.NewTextHandler(c.stderr, nil))
 	runtime, kernelSocket, err := managerSockets()
 	if err != nil {
 		return err
@@ -49,6 +48,7 @@ func (c *cli) manager(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	log := systemd.NewLogger(c.stderr, w.Dir)
 	exe, err := os.Executable()
 	if err != nil {
 		return err
@@ -127,7 +127,7 @@ func managerSockets() (runtime, kernel *net.UnixListener, err error) {
 
 // serviceVariables are what the supervisor tells its units about themselves.
 var serviceVariables = []string{
-	"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "INVOCATION_ID", "MYPR_CONTROL",
+	"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "INVOCATION_ID", "MYPR_CONTROL", systemd.JournalVariable,
 }
 
 // prepareKernel reads the configuration as it is now, so that a reset applies it.

@@ -2,22 +2,29 @@ package main
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
-	"log/slog"
+	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"mypr/internal/api"
 	"mypr/internal/config"
 	"mypr/internal/rpc"
+	"mypr/internal/systemd"
 	"mypr/internal/workspace"
 	"mypr/supervisor"
 	"mypr/units"
+	"mypr/units/manager"
 )
 
 func (c *cli) superviseCommand() *cobra.Command {
@@ -25,12 +32,32 @@ func (c *cli) superviseCommand() *cobra.Command {
 		Use: "supervise", Short: "Run the supervisor in the foreground", Args: cobra.NoArgs, Hidden: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			starter := workspace.TakeStarter()
-			err := c.supervise(cmd.Context(), starter)
+			service := systemd.Current()
+			takeover := supervisor.TakesOver()
+			err := c.supervise(cmd.Context(), starter, service)
 			starter.Report(err) // counts only when ready was never reported
+			var known *rpc.Error
+			switch {
+			case errors.Is(err, supervisor.ErrLeft):
+				return exitStatus(exitLeft)
+			case service != nil && errors.As(err, &known) && (!takeover || known.Code != rpc.CodeInternal):
+				c.status(err)
+				return exitStatus(exitConfig)
+			}
 			return err
 		},
 	}
 }
+
+// Exit statuses of supervise that contrib/systemd/mypr@.service knows.
+const (
+	exitLeft   = 75 // told to go; the units run on (EX_TEMPFAIL)
+	exitConfig = 78 // cannot run as things are: starting it again would not help (EX_CONFIG)
+)
+
+// environmentFD names the environment that a starter sent, among the descriptors that
+// outlive the supervisor: systemd starts it again with its own.
+const environmentFD = "environment"
 
 // supervisorLock names the held lock among the descriptors that go over a re-execution.
 const supervisorLock = "supervisor.lock"
@@ -38,13 +65,17 @@ const supervisorLock = "supervisor.lock"
 // lockPatience is how long a lock may be held by one who only looks, or is about to end.
 const lockPatience = 5 * time.Second
 
-func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
+func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service *systemd.Service) error {
 	syscall.Umask(0o077)
-	log := slog.New(slog.NewTextHandler(c.stderr, nil))
+	keep := map[string]*os.File{}
+	if err := adoptEnvironment(starter, keep); err != nil {
+		return err
+	}
 	w, err := c.workspace()
 	if err != nil {
 		return err
 	}
+	log := systemd.NewLogger(c.stderr, w.Dir)
 	if err := w.EnsureLayout(); err != nil {
 		return err
 	}
@@ -54,7 +85,6 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	if _, _, err := config.Load(w.Root); err != nil && !takeover {
 		return err // while there is somebody to tell
 	}
-	keep := map[string]*os.File{}
 	// Held until the session is up or has failed, like the one that a starter passes on.
 	starting := func() {}
 	lockSupervisor := func() error {
@@ -97,17 +127,35 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	if err := checkUnits(loader); err != nil && !takeover {
 		return err
 	}
-	ctx, end := context.WithCancel(ctx)
+	told := ctx // ends at SIGTERM
+	ctx, end := context.WithCancel(context.WithoutCancel(ctx))
 	defer end()
+	mode, cgroupParent := "standalone", ""
+	if service != nil {
+		mode = "systemd"
+		origin.Source = "systemd"
+		if starter != nil {
+			origin.Source = starter.Origin.Source
+		}
+		// Without a scope everything still works, but a crash of the supervisor takes the
+		// session along, as it would in any service.
+		if cgroupParent, err = service.Scope(ctx, "mypr-"+w.Hash[:12]+".scope", "Python session of "+w.Dir); err != nil {
+			log.Error("there is no scope for the units; they end with the supervisor", "err", err)
+		}
+	}
 	var failed error // of the first start
 	sv, err := supervisor.New(supervisor.Options{
 		Load: loader.Load, Names: loader.Names,
 		ControlPath: w.Control, NotifyPath: w.Notify, StatePath: filepath.Join(w.Root, "supervisor.json"),
 		CgroupName: "mypr-" + w.Hash[:12], ForceTier: tier,
-		Instance: workspace.NewInstance(), Version: version(), Mode: "standalone", Executable: exe,
+		Instance: workspace.NewInstance(), Version: version(), Mode: mode, Executable: exe,
+		CgroupParent: cgroupParent, ServiceManager: service != nil, StatusUnit: manager.ManagerUnit,
 		Labels: map[string]string{workspace.LabelWorkspace: w.Dir, workspace.LabelWorkspaceID: w.ID},
-		Logger: log, Keep: keep, Anchor: true,
+		Logger: log, Keep: keep, Anchor: service == nil,
 		Begin: func(t supervisor.Takeover) error {
+			if f := t.Kept[environmentFD]; f != nil {
+				keep[environmentFD] = f
+			}
 			if f := t.Kept[supervisorLock]; f != nil {
 				keep[supervisorLock] = f // for the whole life of the process
 			} else if takeover {
@@ -129,10 +177,63 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter) error {
 	if err != nil {
 		return err
 	}
+	defer context.AfterFunc(told, func() {
+		if service != nil && !service.StopRequested(ctx) {
+			log.Info("told to go, but not to stop the session: its units run on")
+			sv.Leave()
+			return
+		}
+		end()
+	})()
 	if err := sv.Run(ctx); err != nil {
 		return err
 	}
+	if service != nil {
+		service.EndScope()
+	}
 	return failed
+}
+
+// adoptEnvironment makes the environment that a starter sent this process's own, and
+// that of an earlier process of the service when systemd has started it again.
+func adoptEnvironment(starter *workspace.Starter, keep map[string]*os.File) error {
+	var env []string
+	if starter != nil && starter.Env != nil {
+		env = starter.Env
+		b, err := json.Marshal(env)
+		if err != nil {
+			return err
+		}
+		fd, err := unix.MemfdCreate(environmentFD, unix.MFD_CLOEXEC)
+		if err != nil {
+			return os.NewSyscallError("memfd_create", err)
+		}
+		f := os.NewFile(uintptr(fd), environmentFD)
+		if _, err := f.WriteAt(b, 0); err != nil {
+			return err
+		}
+		keep[environmentFD] = f
+	} else if f := supervisor.Stored(environmentFD); f != nil {
+		defer f.Close()
+		b, err := io.ReadAll(io.NewSectionReader(f, 0, 16<<20))
+		if err == nil {
+			err = json.Unmarshal(b, &env)
+		}
+		if err != nil {
+			return fmt.Errorf("the environment of the session is lost: %w", err)
+		}
+	}
+	if env == nil {
+		return nil
+	}
+	for _, name := range systemd.Variables {
+		env = slices.DeleteFunc(env, func(kv string) bool { return strings.HasPrefix(kv, name+"=") })
+		if v, ok := os.LookupEnv(name); ok {
+			env = append(env, name+"="+v)
+		}
+	}
+	setEnvironment(env)
+	return nil
 }
 
 // executable is a path of the program that runs. When its file was replaced or removed

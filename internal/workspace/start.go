@@ -8,8 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
@@ -18,6 +20,7 @@ import (
 
 	"mypr/internal/api"
 	"mypr/internal/rpc"
+	"mypr/internal/systemd"
 )
 
 // StartOptions says how to start a runtime. The zero value is right for most.
@@ -44,16 +47,48 @@ func (w *Workspace) Ensure(ctx context.Context, opts StartOptions) (*Location, e
 	l, err := w.Discover(ctx)
 	var none *NotRunning
 	var mute *Unreachable
-	if errors.As(err, &none) || errors.As(err, &mute) {
-		return w.Start(ctx, opts)
+	switch {
+	case errors.As(err, &none):
+		if l, err := w.activate(ctx); l != nil || err != nil {
+			return l, err
+		}
+	case !errors.As(err, &mute):
+		return l, err
+	}
+	return w.Start(ctx, opts)
+}
+
+// activate connects to the runtime socket although no runtime runs: when somebody
+// listens there nevertheless, it is a service manager, which starts the runtime for
+// the connection. Nil when nobody listens.
+func (w *Workspace) activate(ctx context.Context) (*Location, error) {
+	if checkRuntimeDir(w.RuntimeDir, false) != nil {
+		return nil, nil
+	}
+	c, err := rpc.Dial(ctx, w.Socket, nil)
+	if err != nil {
+		return nil, ctx.Err()
+	}
+	defer c.Close()
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
+	defer cancel()
+	var s api.Status
+	if err := c.Call(ctx, api.MethodStatus, api.StatusParams{}, &s); err != nil {
+		return nil, rpc.Errorf(rpc.CodeUnavailable, "something listens at %s for %s, but the runtime did not start: %v", w.Socket, w.Dir, err).
+			WithHint("mypr-mcp systemd status; journalctl --user -u 'mypr@*'")
+	}
+	l, err := w.Discover(ctx)
+	if err == nil {
+		l.Started = true
 	}
 	return l, err
 }
 
 // Start looks once more, under startup.lock, and starts a runtime if there is none:
-// "EXECUTABLE supervise -C DIR ARGS" in a session of its own, with the workspace as
-// its directory and its output in .mypr/supervisor.log, so that it outlives this
-// process, its terminal and its process group.
+// "EXECUTABLE supervise -C DIR ARGS", with its output in .mypr/supervisor.log. Where the
+// user's systemd can be reached it becomes a transient service, so that it outlives
+// this process, its terminal, its process group and its cgroup; elsewhere it gets a
+// session of its own, which outlives all but the last.
 //
 // The child inherits the startup lock and holds it until it has reported. So when ctx
 // ends early, or this process is killed, the start goes on and the next caller waits
@@ -112,9 +147,13 @@ func (w *Workspace) waitUnlocked(ctx context.Context) bool {
 const starterVariable = "MYPR_STARTER"
 
 type starterMessage struct {
-	ReadyFD int        `json:"ready_fd"`
-	LockFD  int        `json:"lock_fd"`
-	Origin  api.Origin `json:"origin"`
+	ReadyFD int        `json:"ready_fd,omitempty"`
+	LockFD  int        `json:"lock_fd,omitempty"`
+	Origin  api.Origin `json:"origin,omitzero"`
+	// Socket is where a child that inherits nothing gets the rest: a message without
+	// it, with the two descriptors attached.
+	Socket string   `json:"socket,omitempty"`
+	Env    []string `json:"env,omitempty"`
 }
 
 // report is the one line on the ready pipe.
@@ -133,10 +172,6 @@ func (w *Workspace) spawn(ctx context.Context, opts StartOptions, lock *Lock) er
 		env = os.Environ()
 	}
 	env, _ = FillEnvironment(env)
-	message, err := json.Marshal(starterMessage{ReadyFD: 3, LockFD: 4, Origin: opts.Origin})
-	if err != nil {
-		return err
-	}
 	log, err := os.OpenFile(w.SupervisorLog(), os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o600)
 	if err != nil {
 		return rpc.Errorf(codeOf(err), "cannot write %s: %v", w.SupervisorLog(), cause(err)).WithHint("make it writable for you")
@@ -148,6 +183,17 @@ func (w *Workspace) spawn(ctx context.Context, opts StartOptions, lock *Lock) er
 		return err
 	}
 	defer r.Close() // ends the goroutine that reads it
+	if m, err := systemd.Find(filepath.Dir(w.RuntimeDir)); err == nil && m.SameWorld() == nil {
+		err := w.spawnService(ctx, m, exe, env, opts, lock, r, wr, logged)
+		if !errors.Is(err, errNoService) {
+			wr.Close()
+			return err
+		}
+	}
+	message, err := json.Marshal(starterMessage{ReadyFD: 3, LockFD: 4, Origin: opts.Origin})
+	if err != nil {
+		return err
+	}
 	cmd := exec.Command(exe, append([]string{"supervise", "-C", w.Dir}, opts.Args...)...)
 	cmd.Dir, cmd.Env = w.Dir, append(env, starterVariable+"="+string(message))
 	cmd.Stdout, cmd.Stderr = log, log
@@ -165,6 +211,97 @@ func (w *Workspace) spawn(ctx context.Context, opts StartOptions, lock *Lock) er
 	// nobody else would reap it.
 	exited := make(chan error, 1)
 	go func() { exited <- cmd.Wait() }()
+	return w.await(ctx, opts, r, exited, func() {
+		_ = cmd.Process.Signal(unix.SIGTERM)
+		grace := time.NewTimer(stopGrace)
+		defer grace.Stop()
+		select {
+		case <-exited:
+		case <-grace.C:
+			_ = cmd.Process.Kill()
+			<-exited
+		}
+	}, logged)
+}
+
+// errNoService: the service manager could not even begin, so that nothing was started.
+var errNoService = errors.New("no service could be started")
+
+// spawnService starts the runtime as a transient service of the user's systemd. What a
+// child would inherit is sent over a socket. It does not close wr.
+func (w *Workspace) spawnService(ctx context.Context, m *systemd.Manager, exe string, env []string, opts StartOptions, lock *Lock, r, wr *os.File, logged int64) error {
+	path := w.Stem() + ".start"
+	_ = os.Remove(path) // of a starter that was killed; we hold the lock
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		return errNoService
+	}
+	message, err := json.Marshal(starterMessage{Origin: opts.Origin, Env: env})
+	hello, err2 := json.Marshal(starterMessage{Socket: path})
+	if err := errors.Join(err, err2); err != nil {
+		l.Close()
+		return err
+	}
+	sent := make(chan bool, 1)
+	go func() {
+		c, err := l.AcceptUnix()
+		l.Close() // unlinks it
+		if err != nil {
+			sent <- false
+			return
+		}
+		defer c.Close()
+		_, _, err = c.WriteMsgUnix(message[:1], unix.UnixRights(int(wr.Fd()), int(lock.File().Fd())), nil)
+		if err == nil {
+			_, err = c.Write(message[1:])
+		}
+		sent <- err == nil
+	}()
+	unit := "mypr-" + w.Hash[:12] + ".service"
+	started := make(chan error, 1)
+	// Not bound to ctx: the start goes on when this caller has gone.
+	go func() {
+		started <- m.Run(context.WithoutCancel(ctx), systemd.Transient{
+			Unit: unit, Description: "Python session of " + w.Dir, Log: w.SupervisorLog(),
+			Exec:   append([]string{exe, "supervise", "-C", w.Dir}, opts.Args...),
+			Reload: []string{exe, "restart", "--keep-kernel", "-C", w.Dir},
+			Env:    []string{starterVariable + "=" + string(hello)},
+		})
+	}()
+	stop := func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*stopGrace)
+		defer cancel()
+		_ = m.Stop(ctx, unit)
+	}
+	select {
+	case ok := <-sent:
+		if !ok {
+			stop()
+			return errNoService
+		}
+	case <-started: // failed, as it never took what it needs
+		l.Close()
+		stop()
+		return errNoService
+	case <-ctx.Done():
+		return fmt.Errorf("stopped waiting for the runtime of %s to start, which goes on: %w", w.Dir, context.Cause(ctx))
+	}
+	wr.Close() // only the service has it now
+	exited := make(chan error, 1)
+	go func() {
+		if err := <-started; err != nil {
+			exited <- err
+		}
+	}()
+	err = w.await(ctx, opts, r, exited, stop, logged)
+	if err != nil && ctx.Err() == nil {
+		stop() // or systemd would start it again and again
+	}
+	return err
+}
+
+// await waits for the report on r of a child, or its end.
+func (w *Workspace) await(ctx context.Context, opts StartOptions, r *os.File, exited <-chan error, stop func(), logged int64) error {
 	reported := make(chan report, 1)
 	go func() {
 		defer close(reported)
@@ -198,15 +335,7 @@ func (w *Workspace) spawn(ctx context.Context, opts StartOptions, lock *Lock) er
 		case <-ctx.Done():
 			return fmt.Errorf("stopped waiting for the runtime of %s to start, which goes on: %w", w.Dir, context.Cause(ctx))
 		case <-timeout.C:
-			_ = cmd.Process.Signal(unix.SIGTERM)
-			grace := time.NewTimer(stopGrace)
-			defer grace.Stop()
-			select {
-			case <-exited:
-			case <-grace.C:
-				_ = cmd.Process.Kill()
-				<-exited
-			}
+			stop()
 			return w.startError(fmt.Sprintf("it was not ready within %v and was stopped", opts.Timeout), logged)
 		}
 	}
@@ -266,8 +395,10 @@ func self() string {
 // started otherwise: from a shell, or by systemd.
 type Starter struct {
 	Origin api.Origin
-	pipe   *os.File
-	lock   *os.File
+	// Env is the environment that the runtime is to have; nil: the process has it.
+	Env  []string
+	pipe *os.File
+	lock *os.File
 }
 
 // TakeStarter takes over what Start passed to this process, so that no child of ours
@@ -277,16 +408,53 @@ func TakeStarter() *Starter {
 	text := os.Getenv(starterVariable)
 	os.Unsetenv(starterVariable)
 	var m starterMessage
-	if text == "" || json.Unmarshal([]byte(text), &m) != nil || m.ReadyFD < 3 || m.LockFD < 3 {
+	if text == "" || json.Unmarshal([]byte(text), &m) != nil {
+		return nil
+	}
+	if m.Socket != "" && receive(&m) != nil {
+		return nil // of an earlier start of this service: the starter has long gone
+	}
+	if m.ReadyFD < 3 || m.LockFD < 3 {
 		return nil
 	}
 	unix.CloseOnExec(m.ReadyFD)
 	unix.CloseOnExec(m.LockFD)
 	return &Starter{
-		Origin: m.Origin,
-		pipe:   os.NewFile(uintptr(m.ReadyFD), "ready"),
-		lock:   os.NewFile(uintptr(m.LockFD), "startup.lock"),
+		Origin: m.Origin, Env: m.Env,
+		pipe: os.NewFile(uintptr(m.ReadyFD), "ready"),
+		lock: os.NewFile(uintptr(m.LockFD), "startup.lock"),
 	}
+}
+
+// receive gets what spawnService sends.
+func receive(m *starterMessage) error {
+	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: m.Socket, Net: "unix"})
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(probeTimeout))
+	first, oob := make([]byte, 1), make([]byte, unix.CmsgSpace(2*4))
+	n, oobn, _, _, err := c.ReadMsgUnix(first, oob)
+	if err != nil {
+		return err
+	}
+	rest, err := io.ReadAll(c)
+	if err != nil {
+		return err
+	}
+	var fds []int
+	if messages, err := unix.ParseSocketControlMessage(oob[:oobn]); err == nil && len(messages) == 1 {
+		fds, _ = unix.ParseUnixRights(&messages[0])
+	}
+	if err := json.Unmarshal(append(first[:n], rest...), m); err != nil || len(fds) != 2 {
+		for _, fd := range fds {
+			unix.Close(fd)
+		}
+		return fmt.Errorf("the starter sent %d descriptors: %w", len(fds), err)
+	}
+	m.ReadyFD, m.LockFD = fds[0], fds[1]
+	return nil
 }
 
 // Holds reports whether this process came with the startup lock. One that did not

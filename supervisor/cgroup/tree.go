@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -335,4 +336,35 @@ func write(dir, file, value string) error {
 	}
 	_, err = f.WriteString(value)
 	return errors.Join(err, f.Close())
+}
+
+// Enable hands on to the groups below dir what controllers units need and dir has.
+func Enable(dir string) { enableIn(dir, words(filepath.Join(dir, "cgroup.controllers"))) }
+
+// Populated reports whether a process is in the group at dir or below it.
+func Populated(dir string) bool {
+	b, err := os.ReadFile(filepath.Join(dir, "cgroup.events"))
+	return err == nil && bytes.Contains(b, []byte("populated 1"))
+}
+
+// KillAll kills what is in the group at dir and waits, at most for patience, until
+// nothing is.
+func KillAll(dir string, patience time.Duration) {
+	fd, err := unix.Open(filepath.Join(dir, "cgroup.events"), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return
+	}
+	defer unix.Close(fd)
+	if write(dir, "cgroup.kill", "1") != nil {
+		return
+	}
+	for deadline := time.Now().Add(patience); ; {
+		var b [128]byte
+		n, err := unix.Pread(fd, b[:], 0) // also arms the event
+		left := time.Until(deadline)
+		if err != nil || !bytes.Contains(b[:n], []byte("populated 1")) || left <= 0 {
+			return
+		}
+		_, _ = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLPRI}}, int(left.Milliseconds())+1)
+	}
 }
