@@ -201,14 +201,15 @@ class Link:
                 self._disconnect()
 
     def _turn_once(self) -> None:
-        hold, self._hold = self._hold, False
+        done = self._done  # looked at before framing: what was put before it is framed now
+        hold, self._hold = self._hold and done is None, False
         if not hold:
             self._frame_all()
         self._watch()
         if not hold:
             self._send()
-        if self._done is not None and (not self._events or self._socket is None):
-            done, self._done = self._done, None
+        if done is not None and (not self._events or self._socket is None):
+            self._done = None
             done.release()
         self._pause_captured(self._outbox.full())
         linger, self._linger = self._linger or hold, False
