@@ -116,6 +116,5 @@ func (m *Manager) journalPage(id string, cursor int64, budget int) (journal.Page
 	if r != nil {
 		return m.pageOf(r, cursor, budget)
 	}
-	path, index := journal.Paths(m.runsDir, id)
-	return journal.Read(path, index, cursor, budget)
+	return m.runsDir.Read(id, cursor, budget)
 }

@@ -413,9 +413,8 @@ func (c *connection) page(r *run, cursor int64, budget int) (*answer, error) {
 
 // pageOfEnded answers for an execution that is not in memory any more.
 func (c *connection) pageOfEnded(e *store.Entity, cursor int64, budget int) (*answer, error) {
-	path, index := journal.Paths(c.m.runsDir, e.ID)
 	a := c.m.newAnswer(e, &budget)
-	p, total, err := journal.Read(path, index, cursor, budget)
+	p, total, err := c.m.runsDir.Read(e.ID, cursor, budget)
 	switch {
 	case err != nil:
 		a.Warnings = append(a.Warnings, api.Warning{Code: "journal_unreadable", Text: "the saved output cannot be read: " + err.Error()})

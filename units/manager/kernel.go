@@ -18,7 +18,6 @@ import (
 	"mypr/kernel/wire"
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
-	"mypr/units/manager/journal"
 	"mypr/units/manager/store"
 )
 
@@ -39,6 +38,7 @@ type kernelState struct {
 	gen      string // the generation that runs, also while its process has yet to connect; "" while there is none
 	acked    int64  // last durable event of gen
 	link     *link  // nil while it is not connected
+	newest   int64  // number of the newest connection that was taken
 	blocked  *wire.Blocked
 	starting bool          // startKernel runs
 	ending   *ending       // why the end of gen is expected
@@ -559,6 +559,10 @@ func (m *Manager) adoptLocked(generation string) bool {
 	return true
 }
 
+// errOutdated: the kernel has connected again since, so what the hello says of its cells
+// is out of date.
+var errOutdated = errors.New("there is a newer connection")
+
 // connectKernel welcomes a kernel whose generation is confirmed and settles with it
 // which cells it has.
 func (m *Manager) connectKernel(l *link) error {
@@ -568,8 +572,12 @@ func (m *Manager) connectKernel(l *link) error {
 		return fmt.Errorf("generation %s has ended", l.generation)
 	}
 	m.mu.Lock()
-	old := m.kernel.link
+	old, newest := m.kernel.link, m.kernel.newest
+	m.kernel.newest = max(newest, l.number)
 	m.mu.Unlock()
+	if l.number < newest {
+		return errOutdated
+	}
 	if old != nil { // it connects again before the end of its last connection was seen
 		old.close()
 		<-old.done
@@ -963,11 +971,10 @@ func (m *Manager) resume() error {
 func (m *Manager) takeUp(e *store.Entity) {
 	r := m.newRun(*e)
 	r.admitted = true
-	log, err := journal.Resume(m.runsDir, e.ID, e.JournalBytes)
+	log, err := m.runsDir.Resume(e.ID, e.JournalBytes)
 	if err != nil {
 		m.log.Error("journal cannot be taken up", "exec", e.ID, "error", err)
-		path, _ := journal.Paths(m.runsDir, e.ID)
-		_ = os.Rename(path, path+".unreadable")
+		_ = m.runsDir.Abandon(e.ID)
 		r.Warnings = append(r.Warnings, api.Warning{Code: "journal_truncated", Text: "output of before the manager's restart was lost: " + err.Error()})
 		r.JournalEvents, r.JournalBytes = 0, 0
 		r.next = r.Entity

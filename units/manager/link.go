@@ -33,9 +33,10 @@ const (
 // link is the connection of one kernel. It owns the socket, its reader, the queue of
 // what could not be sent at once and the calls that run for the kernel.
 type link struct {
-	m    *Manager
-	sock *net.UnixConn
-	raw  interface {
+	m      *Manager
+	number int64 // in the order of connecting
+	sock   *net.UnixConn
+	raw    interface {
 		Write(f func(fd uintptr) (done bool)) error
 	}
 	generation string
@@ -69,7 +70,7 @@ func (m *Manager) acceptKernel() {
 	case <-m.ctx.Done():
 		return
 	}
-	for {
+	for number := int64(1); ; number++ {
 		sock, err := m.opts.Kernel.AcceptUnix()
 		if err != nil {
 			if m.ctx.Err() == nil {
@@ -80,7 +81,7 @@ func (m *Manager) acceptKernel() {
 		m.wg.Add(1)
 		go func() {
 			defer m.wg.Done()
-			if err := m.serveKernel(sock); err != nil && !errors.Is(err, io.EOF) && m.ctx.Err() == nil {
+			if err := m.serveKernel(sock, number); err != nil && !errors.Is(err, io.EOF) && m.ctx.Err() == nil {
 				m.log.Warn("kernel connection ended", "error", err)
 			}
 		}()
@@ -88,7 +89,7 @@ func (m *Manager) acceptKernel() {
 }
 
 // serveKernel runs one connection from hello to its end.
-func (m *Manager) serveKernel(sock *net.UnixConn) error {
+func (m *Manager) serveKernel(sock *net.UnixConn, number int64) error {
 	defer sock.Close()
 	stop := context.AfterFunc(m.ctx, func() { sock.Close() })
 	defer stop()
@@ -106,7 +107,7 @@ func (m *Manager) serveKernel(sock *net.UnixConn) error {
 	if int(cred.Uid) != os.Getuid() {
 		return fmt.Errorf("refused: user id %d is not ours", cred.Uid)
 	}
-	l := &link{m: m, sock: sock, raw: raw, in: wire.NewReader(sock), done: make(chan struct{}), hello: &wire.FromKernel{},
+	l := &link{m: m, number: number, sock: sock, raw: raw, in: wire.NewReader(sock), done: make(chan struct{}), hello: &wire.FromKernel{},
 		changes: map[string]*change{}, interrupts: map[int64]chan string{}, calls: map[int64]context.CancelFunc{}}
 	l.room.L = &l.mu
 	_ = sock.SetReadDeadline(time.Now().Add(helloTimeout))
@@ -133,7 +134,9 @@ func (m *Manager) serveKernel(sock *net.UnixConn) error {
 	if err := m.confirm(h.Generation); err != nil {
 		return reject("%v", err)
 	}
-	if err := m.connectKernel(l); err != nil {
+	if err := m.connectKernel(l); errors.Is(err, errOutdated) {
+		return err
+	} else if err != nil {
 		return reject("%v", err)
 	}
 	err = l.read()

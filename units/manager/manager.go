@@ -118,7 +118,7 @@ type Manager struct {
 	log     *slog.Logger
 	ctx     context.Context // ends with the session
 	store   *store.Store    // set before opened is closed
-	runsDir string
+	runsDir *journal.Dir
 	started time.Time
 	wg      sync.WaitGroup // goroutines of the session
 	opened  chan struct{}  // closed when the store is open
@@ -166,7 +166,7 @@ type Manager struct {
 // or lost its sockets.
 func Run(ctx context.Context, o Options) error {
 	m := &Manager{
-		opts: o, log: o.Logger, started: time.Now(), runsDir: filepath.Join(o.Workspace.Root, "runs"),
+		opts: o, log: o.Logger, started: time.Now(),
 		opened: make(chan struct{}), openNow: make(chan struct{}, 1),
 		conns: map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{}, over: map[string]bool{}, claims: map[string]chan struct{}{},
 		supChanged: make(chan struct{}), logChanged: make(chan struct{}), jobsKnown: make(chan struct{}),
@@ -178,9 +178,6 @@ func Run(ctx context.Context, o Options) error {
 		o.onStart(m)
 	}
 	setDefaults(&m.opts.Limits)
-	if o.Services != nil {
-		m.services = o.Services(&runner{m})
-	}
 	if o.Jobs != nil {
 		m.jobs = o.Jobs(JobsHost{m})
 	}
@@ -194,6 +191,11 @@ func Run(ctx context.Context, o Options) error {
 		return fmt.Errorf("another manager seems to serve %s: %w", o.Workspace.Dir, err)
 	}
 	defer lock.Close()
+	// With the lock, and before the kernel is told what became of its calls: the services
+	// first end what the death of an earlier manager cut off.
+	if o.Services != nil {
+		m.services = o.Services(&runner{m})
+	}
 	o.Kernel.SetUnlinkOnClose(false) // its file is the supervisor's
 	m.kernel.phase = phaseNone
 
@@ -265,6 +267,9 @@ func Run(ctx context.Context, o Options) error {
 	for _, r := range m.live {
 		_ = r.log.Finish()
 	}
+	if m.runsDir != nil {
+		err = errors.Join(err, m.runsDir.Close())
+	}
 	return err
 }
 
@@ -285,8 +290,15 @@ func setDefaults(l *Limits) {
 
 // open opens the store and takes up what an earlier manager left.
 func (m *Manager) open() error {
+	if m.runsDir == nil {
+		d, err := journal.OpenDir(filepath.Join(m.opts.Workspace.Root, "runs"))
+		if err != nil {
+			return err
+		}
+		m.runsDir = d
+	}
 	s, moved, err := store.Open(m.opts.Workspace.Root, store.Options{OnFailure: m.storageChanged, Write: func(id string, data []byte, offset int64) error {
-		return journal.Append(m.runsDir, id, data, offset)
+		return m.runsDir.Append(id, data, offset)
 	}})
 	if err != nil {
 		return err

@@ -34,7 +34,7 @@ type run struct {
 }
 
 func (m *Manager) newRun(e store.Entity) *run {
-	return &run{id: e.ID, kind: e.Kind, client: e.Client, connection: e.Connection, Entity: e, next: e, log: journal.New(m.runsDir, e.ID), done: make(chan struct{})}
+	return &run{id: e.ID, kind: e.Kind, client: e.Client, connection: e.Connection, Entity: e, next: e, log: m.runsDir.New(e.ID), done: make(chan struct{})}
 }
 
 func (r *run) stopTimer() {

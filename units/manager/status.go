@@ -176,8 +176,7 @@ func (m *Manager) addOutput(e *api.LogEvent) {
 	if r != nil {
 		p, _, err = m.pageOf(r, int64(from), logText)
 	} else {
-		path, index := journal.Paths(m.runsDir, e.ID)
-		p, _, err = journal.Read(path, index, int64(from), logText)
+		p, _, err = m.runsDir.Read(e.ID, int64(from), logText)
 	}
 	if err != nil {
 		e.Data["text_error"] = err.Error()

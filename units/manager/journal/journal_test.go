@@ -95,8 +95,8 @@ func joined(events []api.Event, kind, stream string) string {
 func TestPagesDeliverEverything(t *testing.T) {
 	alphabet := []rune("ab \n\r\t\"\\\x00\x1b\x7f€ßñ漢字🦦\u2028\ufffd")
 	rapid.Check(t, func(rt *rapid.T) {
-		dir := t.TempDir()
-		l := New(dir, id)
+		dir := openDir(t)
+		l := dir.New(id)
 		var want [3]string
 		for range rapid.IntRange(0, 12).Draw(rt, "batches") {
 			var batch []api.Event
@@ -136,12 +136,11 @@ func TestPagesDeliverEverything(t *testing.T) {
 			rt.Fatal(err)
 		}
 		check("finished", pages(t, budget, func(c int64) (Page, int64, error) { return l.Page(c, budget) }))
-		path, index := Paths(dir, id)
-		check("cold", pages(t, budget, func(c int64) (Page, int64, error) { return Read(path, index, c, budget) }))
+		check("cold", pages(t, budget, func(c int64) (Page, int64, error) { return dir.Read(id, c, budget) }))
 		// Any cursor is a place to begin: pages do not depend on how one came there.
 		if n := int64(len(live)); n > 0 {
 			at := rapid.Int64Range(0, n-1).Draw(rt, "at")
-			p, _, err := Read(path, index, at, budget)
+			p, _, err := dir.Read(id, at, budget)
 			if err != nil || decode(t, p)[0].Text != live[at].Text {
 				rt.Fatalf("event %d differs when read from there: %v", at, err)
 			}
@@ -217,17 +216,33 @@ func TestArtifactEventMayBeLarge(t *testing.T) {
 	}
 }
 
-func saved(t *testing.T, events int, each int) (dir, path, index string) {
+func openDir(t testing.TB) *Dir {
 	t.Helper()
-	dir = t.TempDir()
-	l := New(dir, id)
+	d, err := OpenDir(filepath.Join(t.TempDir(), "runs"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { d.Close() })
+	return d
+}
+
+// files are the paths of the journal and its index.
+func files(d *Dir) (path, index string) {
+	j, i := Names(id)
+	return filepath.Join(d.path, j), filepath.Join(d.path, i)
+}
+
+func saved(t *testing.T, events int, each int) (dir *Dir, path, index string) {
+	t.Helper()
+	dir = openDir(t)
+	l := dir.New(id)
 	for i := range events {
 		write(t, l, api.Event{Type: "stream", Stream: []string{"stdout", "stderr"}[i%2], Text: fmt.Sprintf("%06d", i) + strings.Repeat("x", each)})
 	}
 	if err := l.Finish(); err != nil {
 		t.Fatal(err)
 	}
-	path, index = Paths(dir, id)
+	path, index = files(dir)
 	return dir, path, index
 }
 
@@ -243,7 +258,7 @@ func edit(t *testing.T, path string, f func([]byte) []byte) {
 }
 
 func TestDamagedLinesAreWarningsInPlace(t *testing.T) {
-	_, path, index := saved(t, 5, 10)
+	dir, path, _ := saved(t, 5, 10)
 	edit(t, path, func(b []byte) []byte {
 		lines := bytes.SplitAfter(b, []byte("\n"))
 		lines[1] = []byte("{\"type\":\"stream\",\"te\n")
@@ -255,7 +270,7 @@ func TestDamagedLinesAreWarningsInPlace(t *testing.T) {
 	})
 	before, _ := os.ReadFile(path)
 	for range 2 { // the second time with an index
-		p, total, err := Read(path, index, 0, 1<<20)
+		p, total, err := dir.Read(id, 0, 1<<20)
 		if err != nil || total != 5 {
 			t.Fatal(total, err)
 		}
@@ -270,7 +285,7 @@ func TestDamagedLinesAreWarningsInPlace(t *testing.T) {
 			t.Errorf("the good line became %q", e[0].Text)
 		}
 		// The cursors of single lines are what they were.
-		p, _, _ = Read(path, index, 4, 1024)
+		p, _, _ = dir.Read(id, 4, 1024)
 		if e := decode(t, p); len(e) != 1 || e[0].Code != "journal_truncated" {
 			t.Errorf("at 4: %+v", e)
 		}
@@ -281,9 +296,9 @@ func TestDamagedLinesAreWarningsInPlace(t *testing.T) {
 }
 
 func TestCompleteLastLineWithoutNewlineIsShown(t *testing.T) {
-	_, path, index := saved(t, 2, 10)
+	dir, path, _ := saved(t, 2, 10)
 	edit(t, path, func(b []byte) []byte { return b[:len(b)-1] })
-	p, total, err := Read(path, index, 0, 4096)
+	p, total, err := dir.Read(id, 0, 4096)
 	if err != nil || total != 2 {
 		t.Fatal(total, err)
 	}
@@ -300,7 +315,7 @@ func TestIndexIsRebuilt(t *testing.T) {
 	good, _ := os.ReadFile(index)
 	read := func(what string, cursor int64) {
 		t.Helper()
-		p, total, err := Read(path, index, cursor, 2000)
+		p, total, err := dir.Read(id, cursor, 2000)
 		if err != nil || total != 3000 {
 			t.Fatalf("%s: %d lines, %v", what, total, err)
 		}
@@ -343,18 +358,18 @@ func TestIndexIsRebuilt(t *testing.T) {
 		t.Fatal(err)
 	}
 	read("unwritable", 2500)
-	if left, _ := filepath.Glob(filepath.Join(dir, ".idx-*")); len(left) > 0 {
+	if left, _ := filepath.Glob(filepath.Join(dir.path, "*.new")); len(left) > 0 {
 		t.Errorf("left behind: %v", left)
 	}
 }
 
 func TestHugeLineIsDamage(t *testing.T) {
-	_, path, index := saved(t, 2, 10)
+	dir, path, _ := saved(t, 2, 10)
 	edit(t, path, func(b []byte) []byte {
 		huge := append(bytes.Repeat([]byte("y"), 3<<20), '\n')
 		return append(huge, b...)
 	})
-	p, total, err := Read(path, index, 0, 1<<20)
+	p, total, err := dir.Read(id, 0, 1<<20)
 	if err != nil || total != 3 {
 		t.Fatal(total, err)
 	}
@@ -365,8 +380,8 @@ func TestHugeLineIsDamage(t *testing.T) {
 }
 
 func TestMissingJournalIsEmpty(t *testing.T) {
-	path, index := Paths(t.TempDir(), id)
-	p, total, err := Read(path, index, 7, 1024)
+	dir := openDir(t)
+	p, total, err := dir.Read(id, 7, 1024)
 	if err != nil || total != 0 || p.Cursor != 0 {
 		t.Errorf("%+v %d %v", p, total, err)
 	}
@@ -374,15 +389,15 @@ func TestMissingJournalIsEmpty(t *testing.T) {
 
 // What was written but never acknowledged is sent again by the kernel, so it must go.
 func TestResumeCutsWhatDoesNotCount(t *testing.T) {
-	dir := t.TempDir()
-	l := New(dir, id)
+	dir := openDir(t)
+	l := dir.New(id)
 	write(t, l, api.Event{Type: "stream", Stream: "stdout", Text: "one"})
 	size, count := l.Staged(), l.Count()
 	write(t, l, api.Event{Type: "stream", Stream: "stdout", Text: "two"})
 	if err := l.Finish(); err != nil {
 		t.Fatal(err)
 	}
-	r, err := Resume(dir, id, size)
+	r, err := dir.Resume(id, size)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -397,22 +412,44 @@ func TestResumeCutsWhatDoesNotCount(t *testing.T) {
 	if err := r.Finish(); err != nil {
 		t.Fatal(err)
 	}
-	path, index := Paths(dir, id)
-	events = pages(t, 1024, func(c int64) (Page, int64, error) { return Read(path, index, c, 1024) })
+	events = pages(t, 1024, func(c int64) (Page, int64, error) { return dir.Read(id, c, 1024) })
 	if got := joined(events, "stream", "stdout"); got != "oneTWO" {
 		t.Errorf("cold: %q", got)
 	}
-	if _, err := Resume(dir, id, 1<<20); err == nil {
+	if _, err := dir.Resume(id, 1<<20); err == nil {
 		t.Error("a journal whose end is lost was taken up")
 	}
-	if r, err := Resume(dir, strings.Repeat("f", 32), 0); err != nil || r.Count() != 0 {
+	if r, err := dir.Resume(strings.Repeat("f", 32), 0); err != nil || r.Count() != 0 {
 		t.Errorf("none yet: %v", err)
+	}
+}
+
+// A workspace that is moved takes its journals along.
+func TestMovedDirectory(t *testing.T) {
+	dir := openDir(t)
+	if err := os.Rename(dir.path, dir.path+".moved"); err != nil {
+		t.Fatal(err)
+	}
+	l := dir.New(id)
+	write(t, l, api.Event{Type: "stream", Stream: "stdout", Text: "here"})
+	if err := l.Finish(); err != nil {
+		t.Fatal(err)
+	}
+	if p, total, err := dir.Read(id, 0, 1024); err != nil || total != 1 || decode(t, p)[0].Text != "here" {
+		t.Errorf("%+v %v", p, err)
+	}
+	if _, err := os.Stat(dir.path); err == nil {
+		t.Error("a directory was made in the old place")
 	}
 }
 
 // Writing again at the same place, as after a transaction that failed, changes nothing.
 func TestWriteIsRepeatable(t *testing.T) {
-	l := New(filepath.Join(t.TempDir(), "not", "there", "yet"), id)
+	dir := openDir(t)
+	if err := os.RemoveAll(dir.path); err != nil { // it is made again
+		t.Fatal(err)
+	}
+	l := dir.New(id)
 	var b Batch
 	b.Add(api.Event{Type: "error", Text: "x"})
 	data, ends := b.Take()
@@ -441,7 +478,8 @@ func FuzzRead(f *testing.F) {
 	f.Add([]byte("{\"type\":\"stream\",\"text\":\"a\"}\n"), []byte(magic), int64(0))
 	f.Add([]byte("\n\n{\"type\":1}\n{"), []byte{}, int64(3))
 	f.Fuzz(func(t *testing.T, data, idx []byte, cursor int64) {
-		path, index := Paths(t.TempDir(), id)
+		dir := openDir(t)
+		path, index := files(dir)
 		if err := os.WriteFile(path, data, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -455,7 +493,7 @@ func FuzzRead(f *testing.F) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := writeIndex(index, st, nil); err != nil {
+			if err := dir.writeIndex(filepath.Base(index), st, nil); err != nil {
 				t.Fatal(err)
 			}
 			head, _ := os.ReadFile(index)
@@ -470,7 +508,7 @@ func FuzzRead(f *testing.F) {
 		if cursor < 0 {
 			cursor = -(cursor + 1)
 		}
-		p, total, err := Read(path, index, cursor%(lines+1), 4096)
+		p, total, err := dir.Read(id, cursor%(lines+1), 4096)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -7,7 +7,6 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"strings"
 	"sync"
 )
@@ -17,13 +16,99 @@ const (
 	indexFrom  = 64 << 10 // a smaller journal is scanned about as fast as its index is read
 )
 
+// Dir is the directory of the journals. It is held open, so that a workspace that is
+// moved while it is in use keeps its output.
+type Dir struct {
+	path string
+
+	mu   sync.Mutex // guards root
+	root *os.Root
+}
+
+// OpenDir opens the directory, and makes it if need be.
+func OpenDir(path string) (*Dir, error) {
+	d := &Dir{path: path}
+	return d, d.reopen()
+}
+
+// reopen opens the directory by its path. Only the last part of it is made: the rest
+// being gone means that the workspace is elsewhere.
+func (d *Dir) reopen() error {
+	if err := os.Mkdir(d.path, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	root, err := os.OpenRoot(d.path)
+	if err != nil {
+		return err
+	}
+	if d.root != nil {
+		d.root.Close()
+	}
+	d.root = root
+	return nil
+}
+
+// Close lets go of the directory. Logs must have been finished.
+func (d *Dir) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.root.Close()
+}
+
+// create opens a journal for writing. A directory that was removed is made again.
+func (d *Dir) create(name string) (*os.File, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	f, err := d.root.OpenFile(name, os.O_RDWR|os.O_CREATE, 0o600)
+	if errors.Is(err, fs.ErrNotExist) {
+		if err = d.reopen(); err == nil {
+			f, err = d.root.OpenFile(name, os.O_RDWR|os.O_CREATE, 0o600)
+		}
+	}
+	return f, err
+}
+
+func (d *Dir) open(name string, flag int) (*os.File, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.root.OpenFile(name, flag, 0)
+}
+
+// Names are the files of an execution's journal. The id of a Python task has a name of
+// its client's choice in it, which is no file name.
+func Names(id string) (journal, index string) {
+	if strings.HasPrefix(id, "python:") {
+		sum := sha256.Sum256([]byte(id))
+		id = fmt.Sprintf("task-%x", sum)
+	}
+	return id + ".jsonl", id + ".idx"
+}
+
+// Abandon renames a journal that cannot be taken up.
+func (d *Dir) Abandon(id string) error {
+	name, _ := Names(id)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.root.Rename(name, name+".unreadable")
+}
+
+// Append puts lines into the journal of an execution that is not in memory.
+func (d *Dir) Append(id string, data []byte, offset int64) error {
+	l := d.New(id)
+	if err := l.Write(data, offset); err != nil {
+		return err
+	}
+	return l.f.Close()
+}
+
 // Log is the journal of one execution while the manager has it in memory. Appending
 // has three steps, because an event must be on disk, and known to be there, before
 // anybody sees it: Stage gives the lines their place, Write puts them there (any
 // number of times), Publish makes them visible. Stage belongs to one goroutine; the
 // rest may be called from any.
 type Log struct {
-	path, index string
+	dir         *Dir
+	name, index string
 	staged      int64 // size with everything staged
 
 	mu      sync.Mutex // guards the fields below
@@ -35,25 +120,16 @@ type Log struct {
 }
 
 // New is an empty log; no file is made before the first line.
-func New(dir, id string) *Log {
-	path, index := Paths(dir, id)
-	return &Log{path: path, index: index, offsets: []int64{0}}
-}
-
-// Paths are the files of an execution's journal. The id of a Python task has a name of
-// its client's choice in it, which is no file name.
-func Paths(dir, id string) (journal, index string) {
-	if strings.HasPrefix(id, "python:") {
-		id = fmt.Sprintf("task-%x", sha256.Sum256([]byte(id)))
-	}
-	return filepath.Join(dir, id+".jsonl"), filepath.Join(dir, id+".idx")
+func (d *Dir) New(id string) *Log {
+	name, index := Names(id)
+	return &Log{dir: d, name: name, index: index, offsets: []int64{0}}
 }
 
 // Resume opens the log of an execution that goes on. What the file has beyond size was
 // never acknowledged, will be sent again, and is cut off.
-func Resume(dir, id string, size int64) (*Log, error) {
-	l := New(dir, id)
-	f, err := os.OpenFile(l.path, os.O_RDWR, 0)
+func (d *Dir) Resume(id string, size int64) (*Log, error) {
+	l := d.New(id)
+	f, err := d.open(l.name, os.O_RDWR)
 	if errors.Is(err, fs.ErrNotExist) && size == 0 {
 		return l, nil
 	}
@@ -64,7 +140,7 @@ func Resume(dir, id string, size int64) (*Log, error) {
 	if err == nil && fi.Size() > size {
 		err = f.Truncate(size)
 	} else if err == nil && fi.Size() < size {
-		err = fmt.Errorf("%s has %d bytes, %d were stored: its end is lost", l.path, fi.Size(), size)
+		err = fmt.Errorf("%s has %d bytes, %d were stored: its end is lost", l.name, fi.Size(), size)
 	}
 	if err == nil {
 		l.offsets, err = Scan(io.NewSectionReader(f, 0, size))
@@ -75,15 +151,6 @@ func Resume(dir, id string, size int64) (*Log, error) {
 	}
 	l.f, l.count, l.staged = f, int64(len(l.offsets))-1, size
 	return l, nil
-}
-
-// Append puts lines into the journal of an execution that is not in memory.
-func Append(dir, id string, data []byte, offset int64) error {
-	l := New(dir, id)
-	if err := l.Write(data, offset); err != nil {
-		return err
-	}
-	return l.f.Close()
 }
 
 // Stage reserves the place of the next lines and returns it.
@@ -99,12 +166,7 @@ func (l *Log) Write(data []byte, offset int64) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.f == nil {
-		f, err := os.OpenFile(l.path, os.O_RDWR|os.O_CREATE, 0o600)
-		if errors.Is(err, fs.ErrNotExist) {
-			if err = os.MkdirAll(filepath.Dir(l.path), 0o700); err == nil {
-				f, err = os.OpenFile(l.path, os.O_RDWR|os.O_CREATE, 0o600)
-			}
-		}
+		f, err := l.dir.create(l.name)
 		if err != nil {
 			return err
 		}
@@ -184,7 +246,7 @@ func (l *Log) Page(cursor int64, budget int) (Page, int64, error) {
 	if cursor < first {
 		if l.offsets == nil {
 			l.mu.Unlock()
-			p, _, err := Read(l.path, l.index, cursor, budget)
+			p, _, err := l.dir.read(l.name, l.index, cursor, budget)
 			return p, total, err
 		}
 		defer l.mu.Unlock()
@@ -195,7 +257,7 @@ func (l *Log) Page(cursor int64, budget int) (Page, int64, error) {
 			n, want, err := p.readWindow(l.f, l.offsets[p.Cursor:first+1], -1, &budget)
 			if err != nil {
 				if errors.Is(err, errStale) {
-					err = fmt.Errorf("%s was changed while its execution runs", l.path)
+					err = fmt.Errorf("%s was changed while its execution runs", l.name)
 				}
 				return p, total, err
 			}
@@ -238,7 +300,7 @@ func (l *Log) Finish() error {
 	var err error
 	if l.f != nil {
 		if l.staged >= indexFrom {
-			err = WriteIndex(l.f, l.index, l.offsets)
+			err = l.dir.writeIndexOf(l.f, l.index, l.offsets)
 		}
 		err = errors.Join(err, l.f.Close())
 		l.f = nil

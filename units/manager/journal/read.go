@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"syscall"
 
 	"mypr/internal/api"
@@ -71,9 +70,14 @@ func checked(line []byte, whole bool, number int64) json.RawMessage {
 
 // Read returns the page of a journal at cursor and the number of its lines. A journal
 // that does not exist has none. A cursor past the end is the end.
-func Read(path, index string, cursor int64, budget int) (Page, int64, error) {
+func (d *Dir) Read(id string, cursor int64, budget int) (Page, int64, error) {
+	name, index := Names(id)
+	return d.read(name, index, cursor, budget)
+}
+
+func (d *Dir) read(name, index string, cursor int64, budget int) (Page, int64, error) {
 	p := Page{Cursor: cursor}
-	f, err := os.Open(path)
+	f, err := d.open(name, os.O_RDONLY)
 	if errors.Is(err, os.ErrNotExist) {
 		p.Cursor = 0
 		return p, 0, nil
@@ -86,9 +90,9 @@ func Read(path, index string, cursor int64, budget int) (Page, int64, error) {
 	if err != nil {
 		return p, 0, err
 	}
-	x, err := openIndex(index, st)
+	x, err := d.openIndex(index, st)
 	if err != nil {
-		if x, err = rebuild(f, index, st); err != nil {
+		if x, err = d.rebuild(f, index, st); err != nil {
 			return p, 0, err
 		}
 	}
@@ -106,7 +110,7 @@ func Read(path, index string, cursor int64, budget int) (Page, int64, error) {
 		}
 		if errors.Is(err, errStale) && !x.fresh { // the index lies: make it again and go on
 			x.close()
-			if x, err = rebuild(f, index, st); err == nil {
+			if x, err = d.rebuild(f, index, st); err == nil {
 				continue
 			}
 		}
@@ -210,8 +214,8 @@ func (x *index) close() {
 	}
 }
 
-func openIndex(path string, want stamp) (*index, error) {
-	f, err := os.Open(path)
+func (d *Dir) openIndex(name string, want stamp) (*index, error) {
+	f, err := d.open(name, os.O_RDONLY)
 	if err != nil {
 		return nil, err
 	}
@@ -265,13 +269,13 @@ func (x *index) window(i int64) ([]int64, error) {
 
 // rebuild reads the whole journal once and writes its index anew. That the index
 // cannot be written (a read-only disk) is no reason not to answer.
-func rebuild(f *os.File, path string, st stamp) (*index, error) {
+func (d *Dir) rebuild(f *os.File, name string, st stamp) (*index, error) {
 	offsets, err := Scan(io.NewSectionReader(f, 0, int64(st.Size)))
 	if err != nil {
 		return nil, err
 	}
 	if now, err := stampOf(f); err == nil && now == st {
-		_ = writeIndex(path, st, offsets)
+		_ = d.writeIndex(name, st, offsets)
 	}
 	return &index{mem: offsets, size: int64(st.Size), count: int64(len(offsets)) - 1, fresh: true}, nil
 }
@@ -300,9 +304,9 @@ func Scan(r io.Reader) ([]int64, error) {
 	}
 }
 
-// WriteIndex stores the index of a finished journal; offsets are the begin of each
+// writeIndexOf stores the index of a finished journal; offsets are the begin of each
 // line and the end of the last.
-func WriteIndex(f *os.File, path string, offsets []int64) error {
+func (d *Dir) writeIndexOf(f *os.File, name string, offsets []int64) error {
 	st, err := stampOf(f)
 	if err != nil {
 		return err
@@ -310,29 +314,32 @@ func WriteIndex(f *os.File, path string, offsets []int64) error {
 	if len(offsets) == 0 || uint64(offsets[len(offsets)-1]) != st.Size {
 		return errStale
 	}
-	return writeIndex(path, st, offsets)
+	return d.writeIndex(name, st, offsets)
 }
 
 // writeIndex replaces the file by rename, so that nobody reads half of one.
-func writeIndex(path string, st stamp, offsets []int64) error {
+func (d *Dir) writeIndex(name string, st stamp, offsets []int64) error {
 	raw := append(make([]byte, 0, headerSize+8*len(offsets)), magic...)
 	raw, _ = binary.Append(raw, binary.LittleEndian, st)
 	for _, o := range offsets {
 		raw = binary.LittleEndian.AppendUint64(raw, uint64(o))
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(path), ".idx-*")
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	tmp := name + ".new" // one writer at a time: the lock is held
+	f, err := d.root.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
 		return err
 	}
-	_, err = tmp.Write(raw)
-	if e := tmp.Close(); err == nil {
+	_, err = f.Write(raw)
+	if e := f.Close(); err == nil {
 		err = e
 	}
 	if err == nil {
-		err = os.Rename(tmp.Name(), path)
+		err = d.root.Rename(tmp, name)
 	}
 	if err != nil {
-		os.Remove(tmp.Name())
+		_ = d.root.Remove(tmp)
 	}
 	return err
 }
