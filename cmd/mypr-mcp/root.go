@@ -82,7 +82,7 @@ func (c *cli) command() *cobra.Command {
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.AddCommand(
 		c.serveCommand(), c.execCommand(), c.statusCommand(), c.logsCommand(), c.interruptCommand(),
-		c.resetCommand(), c.restartCommand(), c.stopCommand(), c.unitsCommand(), c.versionCommand(),
+		c.resetCommand(), c.restartCommand(), c.stopCommand(), c.unitsCommand(), c.systemdCommand(), c.versionCommand(),
 		c.superviseCommand(), c.managerCommand(), c.replaceCommand(),
 	)
 	for _, cmd := range root.Commands() {
