@@ -167,8 +167,18 @@ func (u *unit) resumeProc(rec *procRecord, main bool) *proc {
 	sb, shim := u.box.(*shimBox)
 	pr.shim = shim
 	if rec.PID == 0 {
-		// The supervisor died between deciding to start it and writing down its pid.
-		// Whatever was started is in the unit's box, and ends there.
+		if found := u.findStarted(main); found != nil {
+			rec = found
+			u.s.later(func() {
+				if main && u.main == pr && u.State == Start {
+					u.mainStarted()
+				}
+			})
+		}
+	}
+	if rec.PID == 0 {
+		// The supervisor died between deciding to start it and writing down its pid, and
+		// nobody tells what came of it. What is in the unit's box ends there.
 		u.s.later(func() {
 			if u.main == pr || u.control == pr {
 				u.fail(resultUnknown, "the supervisor died while it started a process of the unit")
@@ -208,6 +218,39 @@ func (u *unit) resumeProc(rec *procRecord, main bool) *proc {
 		u.main = pr
 	}
 	return pr
+}
+
+// findStarted looks for a process that the supervisor before had started without living
+// to write down its pid: a shim knows it by its tag; in a cgroup it must be the only
+// process that no other one there started.
+func (u *unit) findStarted(main bool) *procRecord {
+	role := "control"
+	if main {
+		role = "main"
+	}
+	switch b := u.box.(type) {
+	case *shimBox:
+		for _, p := range b.before {
+			if p.Tag == u.Invocation+"/"+role && p.PID > 0 {
+				return &procRecord{p.PID, p.StartTime}
+			}
+		}
+	case *cgroupBox:
+		pids := b.pids()
+		var found *procRecord
+		for _, pid := range pids {
+			if parent, err := process.Parent(pid); err != nil || slices.Contains(pids, parent) {
+				continue
+			}
+			start, err := process.StartTime(pid)
+			if err != nil || found != nil {
+				return nil
+			}
+			found = &procRecord{pid, start}
+		}
+		return found
+	}
+	return nil
 }
 
 // openBox finds a recorded box, or nil when it is gone.
