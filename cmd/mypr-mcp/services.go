@@ -7,7 +7,6 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
-	"sync"
 
 	"mypr/internal/job"
 	"mypr/internal/rpc"
@@ -34,23 +33,19 @@ func services(w *workspace.Workspace, log *slog.Logger) func(job.Runner) func(co
 		maps.Copy(methods, skills.New(filepath.Join(w.Root, "skills")).Methods())
 		maps.Copy(methods, find.Methods())
 		maps.Copy(methods, repo.Methods())
-		// At the first call, not at the start: it may take a while, and by then the
-		// manager's lock says that nobody else writes here.
-		recover := sync.OnceFunc(func() {
-			reports, err := fs.Recover(context.Background())
-			for _, r := range reports {
-				log.Warn("a change of files that was cut off was ended", "report", r)
-			}
-			if err := errors.Join(err, find.Sweep(), repo.Sweep()); err != nil {
-				log.Error("cannot tidy up after an earlier manager", "error", err)
-			}
-		})
+		// The manager has its lock by now, so nobody else writes here.
+		reports, err := fs.Recover(context.Background())
+		for _, r := range reports {
+			log.Warn("a change of files that was cut off was ended", "report", r)
+		}
+		if err := errors.Join(err, find.Sweep(), repo.Sweep()); err != nil {
+			log.Error("cannot tidy up after an earlier manager", "error", err)
+		}
 		return func(ctx context.Context, call manager.Call) (any, error) {
 			method := methods[call.Method]
 			if method == nil {
 				return nil, rpc.Errorf(rpc.CodeInvalidRequest, "this version knows no call %q", call.Method)
 			}
-			recover()
 			return method(ctx, call.Params)
 		}
 	}
