@@ -481,7 +481,7 @@ func (u *unit) stdio(main bool) (s [3]*os.File, opened []*os.File, err error) {
 				flag |= unix.O_TRUNC
 			}
 			// Not to wait for the other end of a fifo; the process gets it blocking.
-			fd, err := unix.Open(arg, flag|unix.O_NONBLOCK|unix.O_NOCTTY|unix.O_CLOEXEC, 0o644)
+			fd, err := unix.Open(arg, flag|unix.O_NONBLOCK|unix.O_NOCTTY|unix.O_CLOEXEC, 0o600)
 			if err != nil {
 				return s, opened, &fs.PathError{Op: "open", Path: arg, Err: err}
 			}

@@ -3,10 +3,13 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 
 	"mypr/internal/job"
 	"mypr/internal/rpc"
@@ -22,7 +25,7 @@ import (
 // the manager has.
 func services(w *workspace.Workspace, log *slog.Logger) func(job.Runner) func(context.Context, manager.Call) (any, error) {
 	return func(run job.Runner) func(context.Context, manager.Call) (any, error) {
-		fs, err := files.New(w.Dir)
+		fs, err := files.New(files.Options{Root: w.Dir, Umask: parentUmask()})
 		find, ferr := search.New(search.Options{Root: w.Dir, Runner: run, Env: os.Environ()})
 		repo, gerr := git.New(git.Options{Root: w.Dir, Runner: run, Env: os.Environ()})
 		if err := errors.Join(err, ferr, gerr); err != nil { // the directory is gone
@@ -49,4 +52,21 @@ func services(w *workspace.Workspace, log *slog.Logger) func(job.Runner) func(co
 			return method(ctx, call.Params)
 		}
 	}
+}
+
+// parentUmask is the umask of the supervisor, which is that of the user who started it:
+// the manager's own keeps its records private. It is -1 when it cannot be told.
+func parentUmask() int {
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", os.Getppid()))
+	if err != nil {
+		return -1
+	}
+	for line := range strings.Lines(string(status)) {
+		if v, ok := strings.CutPrefix(line, "Umask:"); ok { // since Linux 4.7
+			if n, err := strconv.ParseUint(strings.TrimSpace(v), 8, 12); err == nil {
+				return int(n)
+			}
+		}
+	}
+	return -1
 }

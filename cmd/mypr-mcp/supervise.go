@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -66,7 +65,8 @@ const supervisorLock = "supervisor.lock"
 const lockPatience = 5 * time.Second
 
 func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service *systemd.Service) error {
-	syscall.Umask(0o077)
+	// The umask stays the user's: cells and jobs make files that are the user's, not
+	// ours. Ours name their modes, and .mypr is closed.
 	keep := map[string]*os.File{}
 	if err := adoptEnvironment(starter, keep); err != nil {
 		return err

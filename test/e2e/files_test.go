@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 )
 
@@ -80,6 +81,31 @@ except LookupError as e:
 	}
 	if got := s.read("notes/renamed.txt"); got != "After\n" {
 		t.Errorf("%q", got)
+	}
+}
+
+// Files that cells, ws.fs and jobs make have the modes that the user's umask leaves;
+// those of the runtime are nobody else's business.
+func TestNewFilesAreTheUsers(t *testing.T) {
+	s := newSession(t)
+	old := syscall.Umask(0o027)
+	a := s.serve()
+	a.init("a") // starts the runtime
+	syscall.Umask(old)
+	got := a.must(`
+import os
+open("a", "w").close()
+await ws.fs.write("b/c", "", create_parents=True)
+await ws.shell.run(["touch", "d"])
+[oct(os.stat(p).st_mode & 0o777) for p in ("a", "b", "b/c", "d")]`)
+	if got != "['0o640', '0o750', '0o640', '0o640']" {
+		t.Error(got)
+	}
+	logs, _ := filepath.Glob(filepath.Join(s.dir, ".mypr", "*.log"))
+	for _, f := range logs {
+		if st, err := os.Stat(f); err != nil || st.Mode().Perm() != 0o600 {
+			t.Errorf("%s: %v %v", f, st.Mode(), err)
+		}
 	}
 }
 

@@ -102,7 +102,7 @@ func (v *upgrade) record() (r api.RestartResult) {
 
 func (v *upgrade) all() error {
 	dir := v.s.root
-	const entry = "syscall.Umask(0o077)\n"
+	const entry, supervise = "syscall.Umask(0o077)\n", "keep := map[string]*os.File{}\n"
 	good, err := variant(dir, "good", "", "", "")
 	if err != nil {
 		return err
@@ -115,7 +115,7 @@ func (v *upgrade) all() error {
 	if err != nil {
 		return err
 	}
-	noSupervisor, err := variant(dir, "no-supervisor", "cmd/mypr-mcp/supervise.go", entry, entry+"	os.Exit(7)\n")
+	noSupervisor, err := variant(dir, "no-supervisor", "cmd/mypr-mcp/supervise.go", supervise, supervise+"	os.Exit(7)\n")
 	if err != nil {
 		return err
 	}

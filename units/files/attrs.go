@@ -3,6 +3,7 @@ package files
 import (
 	"errors"
 	"os"
+	"path/filepath"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -95,4 +96,16 @@ func (a *attributes) give(f *os.File) error {
 		}
 	})
 	return errors.Join(err, inner)
+}
+
+// userMode gives a new file or directory the mode that the user's umask leaves. Where
+// the directory has a default ACL, that decides instead of any umask (acl(5)).
+func (s *Service) userMode(path string, mode uint32, chmod func(mode uint32) error) error {
+	if s.umask < 0 {
+		return nil
+	}
+	if n, err := unix.Getxattr(filepath.Dir(path), "system.posix_acl_default", nil); err == nil && n > 0 {
+		return nil
+	}
+	return chmod(mode &^ uint32(s.umask))
 }

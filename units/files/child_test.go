@@ -68,7 +68,7 @@ func childRole(role string) int {
 			return 1
 		}
 	}
-	s, err := New(dir)
+	s, err := New(Options{Root: dir, Umask: -1})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1

@@ -60,6 +60,7 @@ const (
 type Service struct {
 	root  ospath.Root
 	state string // directory of the journals
+	umask int    // of new files; negative: the process's
 	locks locks
 
 	// fault, when tests set it, is called before each step that touches the file
@@ -67,16 +68,24 @@ type Service struct {
 	fault func(step string) error
 }
 
-// New serves the workspace at root. Call Recover before the first write.
-func New(root string) (*Service, error) {
-	real, err := filepath.EvalSymlinks(root)
+// Options of a Service.
+type Options struct {
+	Root string // of the workspace
+	// Umask of the user. New files and directories get it instead of that of this
+	// process, which may keep its own files private. Negative: that of this process.
+	Umask int
+}
+
+// New serves a workspace. Call Recover before the first write.
+func New(o Options) (*Service, error) {
+	real, err := filepath.EvalSymlinks(o.Root)
 	if err != nil {
 		return nil, fmt.Errorf("cannot open the workspace: %w", err)
 	}
 	if real, err = filepath.Abs(real); err != nil {
 		return nil, fmt.Errorf("cannot open the workspace: %w", err)
 	}
-	return &Service{root: ospath.Root(real), state: filepath.Join(real, ".mypr", "writes"), locks: locks{held: map[string]*lock{}}}, nil
+	return &Service{root: ospath.Root(real), state: filepath.Join(real, ".mypr", "writes"), umask: o.Umask, locks: locks{held: map[string]*lock{}}}, nil
 }
 
 // Methods are the calls that this service answers, by the names Python sends.

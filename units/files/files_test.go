@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 func newService(t testing.TB) (*Service, string) {
 	t.Helper()
 	dir := t.TempDir()
-	s, err := New(dir)
+	s, err := New(Options{Root: dir, Umask: -1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -817,11 +817,32 @@ func TestReplacingKeepsAttributes(t *testing.T) {
 	check("write", dir+"/f")
 	must[dict](t)(call[dict](t, s, "fs.apply_patch", `{"patch":"*** Begin Patch\n*** Update File: f\n*** Move to: g\n@@\n-w\n+p\n*** End Patch"}`))
 	check("move", dir+"/g")
-	old := syscall.Umask(0o027)
+}
+
+// New files get the user's umask, also where the process has a stricter one.
+func TestUmask(t *testing.T) {
+	s, dir := newService(t)
+	mode := func(name string) os.FileMode {
+		t.Helper()
+		st, err := os.Stat(dir + "/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return st.Mode().Perm()
+	}
+	old := syscall.Umask(0o077)
+	defer syscall.Umask(old)
 	must[dict](t)(call[dict](t, s, "fs.write", `{"path":"n","text":""}`))
-	syscall.Umask(old)
-	if st, _ := os.Stat(dir + "/n"); st.Mode().Perm() != 0o640 {
-		t.Errorf("a new file has mode %o", st.Mode().Perm())
+	if got := mode("n"); got != 0o600 {
+		t.Errorf("with the umask of the process: %o", got)
+	}
+	s.umask = 0o027
+	must[dict](t)(call[dict](t, s, "fs.write", `{"path":"d/e/n","text":"","create_parents":true}`))
+	must[dict](t)(call[dict](t, s, "fs.apply_patch", `{"patch":"*** Begin Patch\n*** Add File: p/q\n+x\n*** End Patch"}`))
+	for name, want := range map[string]os.FileMode{"d": 0o750, "d/e": 0o750, "d/e/n": 0o640, "p": 0o750, "p/q": 0o640} {
+		if got := mode(name); got != want {
+			t.Errorf("%s: %o, want %o", name, got, want)
+		}
 	}
 }
 

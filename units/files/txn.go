@@ -162,6 +162,9 @@ func (t *transaction) stage() error {
 			return t.failed("create", string(d), err)
 		}
 		t.Dirs = append(t.Dirs, d)
+		if err := t.s.userMode(string(d), 0o777, func(mode uint32) error { return unix.Chmod(string(d), mode) }); err != nil {
+			return t.failed("create", string(d), err)
+		}
 	}
 	t.Staged = make([]identity, len(t.Changes))
 	for i, c := range t.Changes {
@@ -190,10 +193,14 @@ func (t *transaction) stageOne(c *change) (identity, error) {
 	if err := t.s.step("write", func() error { _, err := f.Write(c.content); return err }); err != nil {
 		return identity{}, err
 	}
-	if c.attrs != nil {
-		if err := t.s.step("attributes", func() error { return c.attrs.give(f) }); err != nil {
-			return identity{}, err
+	err = t.s.step("attributes", func() error {
+		if c.attrs != nil {
+			return c.attrs.give(f)
 		}
+		return t.s.userMode(string(c.Temp), 0o666, func(mode uint32) error { return f.Chmod(os.FileMode(mode)) })
+	})
+	if err != nil {
+		return identity{}, err
 	}
 	if err := t.s.step("sync", f.Sync); err != nil {
 		return identity{}, err
