@@ -101,8 +101,7 @@ class Link:
         self._post = post
         self._wake_main = wake_main
         self._posted = False  # something that the main thread was not woken for
-        self._linger = False  # come back in a moment, without being woken
-        self._hold = False  # and frame nothing before
+        self._linger = False  # output was framed, or a cell came: there may be more at once
         self._outbox = outbox
         self._turn = turn
         self._captured = {c.fd: c for c in captured}
@@ -202,18 +201,15 @@ class Link:
 
     def _turn_once(self) -> None:
         done = self._done  # looked at before framing: what was put before it is framed now
-        hold, self._hold = self._hold and done is None, False
-        if not hold:
-            self._frame_all()
+        self._frame_all()
         self._watch()
-        if not hold:
-            self._send()
+        self._send()
         if done is not None and (not self._events or self._socket is None):
             self._done = None
             done.release()
         self._pause_captured(self._outbox.full())
-        linger, self._linger = self._linger or hold, False
-        if not self._outbox.sleep(linger, hold):
+        linger, self._linger = self._linger, False
+        if not self._outbox.sleep(linger):
             timeout: float | None = 0.0
         elif linger:
             timeout = LINGER
@@ -228,9 +224,6 @@ class Link:
         for fd, mask in ready:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
-                # Whatever was put while the main thread is busy: more will come, as of a
-                # print that writes its text and then its newline.
-                self._hold = self._turn.since > 0.0
             elif fd == self._signals:
                 if SIGTERM in os.read(fd, 64):
                     self._stop_at = time.monotonic()
@@ -256,6 +249,8 @@ class Link:
     # -- deadlines -------------------------------------------------------------
 
     def _watch(self) -> None:
+        """Do what is due. Each deadline that has passed is taken back or moved into the
+        future here, so that ``_timeout`` is never in the past twice."""
         now = time.monotonic()
         if self._ping_at and now >= self._ping_at:
             self._notifier.send("WATCHDOG=1")
@@ -275,22 +270,22 @@ class Link:
     def _watch_loop(self, now: float) -> None:
         turn = self._turn
         since = turn.since
+        if now >= self._look_at:
+            self._look_at = 0.0
         if self._blocked is not None:
             if since == self._blocked["monotonic"]:
-                self._look_at = 0.0  # a cell given meanwhile: the end of the turn will wake us
-                return
+                return  # the end of the turn will wake us
             self._blocked = None
             self._once({"type": "loop", "blocked": None})
         if not since:
-            if self._look_at > now:
+            if self._look_at:
                 return  # it was given a cell and will begin
-            self._look_at = 0.0
             turn.tell_busy = True
             since = turn.since
             if not since:
                 return
             turn.tell_busy = False
-        if now - since < BLOCKED_AFTER:
+        if now < since + BLOCKED_AFTER:
             self._look_at = since + BLOCKED_AFTER
             return
         cell, where = self._holder()
@@ -299,7 +294,6 @@ class Link:
             turn.tell_idle = False
             self._look_at = now + BLOCKED_AFTER
             return
-        self._look_at = 0.0
         self._blocked = {
             "exec_id": cell.exec_id if cell else "",
             "since": time.time() - (now - since),
@@ -641,6 +635,12 @@ class Link:
             self._once({"type": "pong", "id": message["id"]})
         elif kind == "interrupt":
             self._interrupt(message["id"], message.get("exec_id"))
+        elif kind == "reserve":
+            self._outbox.refuse_tasks(message["reason"])
+            self._frame_all()
+            self._once({"type": "reserved", "id": message["id"]})
+        elif kind == "release":
+            self._outbox.refuse_tasks("")
         elif kind == "call_result":
             call = self._calls.pop(message["id"], None)
             if call is not None:
@@ -671,6 +671,7 @@ class Link:
             self._deliver("exit", 3)
             return
         self.limits = limits = message.get("limits") or {}
+        self._outbox.refuse_tasks("")
         self._outbox.output_bytes = limits.get("output_bytes") or self._outbox.output_bytes
         self._outbox.event_chars = limits.get("event_chars") or self._outbox.event_chars
         self._acknowledge(int(message["ack"]))

@@ -84,6 +84,7 @@ class Outbox:
         self._pending = 0  # characters and costs of _items
         self._ring = 0  # bytes framed and not acknowledged
         self._gates: list[Any] = []  # one held lock for each writer that waits
+        self._refused = ""  # why no task may begin
         # The I/O thread waits, or is about to: the main thread should wake it before it
         # waits itself; whoever puts something must.
         self._waiting = False
@@ -150,10 +151,18 @@ class Outbox:
             cell.ended = ended
             self._put(Event(cell, fields, 200))
 
-    def task(self, cell: Cell, fields: dict[str, Any]) -> None:
-        """Put the beginning of a detached task; never waits."""
+    def refuse_tasks(self, reason: str) -> None:
+        """From now on no task may begin, and why; "" lets them again."""
         with self.lock:
+            self._refused = reason
+
+    def task(self, cell: Cell, fields: dict[str, Any]) -> str:
+        """Put the beginning of a detached task; never waits. Why it may not begin, or ""."""
+        with self.lock:
+            if self._refused:
+                return self._refused
             self._put(Event(cell, {"event": "task", "task": fields}, 300))
+        return ""
 
     def message(self, fields: dict[str, Any]) -> None:
         """Put a message that is sent once."""
@@ -243,15 +252,15 @@ class Outbox:
     def full(self) -> bool:
         return self._pending + self._ring >= RING_BYTES
 
-    def sleep(self, linger: bool, hold: bool) -> bool:
-        """Whether the I/O thread may wait: nothing was put, or it should ``hold``.
+    def sleep(self, linger: bool) -> bool:
+        """Whether the I/O thread may wait: nothing was put.
 
         From here a put wakes it. If it only lingers (and so comes back by itself in a
         millisecond), a put does not, only ``flush`` does: two threads that take the
         interpreter lock from each other at every event are slow.
         """
         with self.lock:
-            self._waiting = hold or not self._items
+            self._waiting = not self._items
             self._asleep = self._waiting and not linger
             return self._waiting
 

@@ -282,8 +282,8 @@ def test_identity_follows_into_child_tasks(shared: Kernel) -> None:
         client="brave-fox",
         connection="d" * 32,
     )
-    pair = f"('brave-fox', '{'d' * 32}')"
-    assert cell.result == f"({pair}, [{pair}], 'brave-fox')"
+    pair = ("brave-fox", "d" * 32)
+    assert eval(cell.result or "") == (pair, [pair], "brave-fox")
 
 
 def test_workspace_object(shared: Kernel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -234,25 +233,3 @@ def test_closing_the_descriptors_does_no_harm(kernel: Kernel) -> None:
     assert kernel.run("print('python still prints')").text() == "python still prints\n"
     kernel.send({"type": "ping", "id": 1})
     kernel.wait_for(lambda m: m["type"] == "pong")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is for Linux")
-def test_idle_means_no_wake_ups(kernel: Kernel) -> None:
-    kernel.run("import asyncio\nawait asyncio.sleep(0)")
-    kernel.wait_for(lambda m: m["type"] == "mode")
-    kernel.run("forever = asyncio.create_task(asyncio.sleep(3600))")
-    waits = kernel.execute("await asyncio.sleep(3600)")
-    kernel.wait_state(waits, "running")
-
-    def switches() -> int:
-        total = 0
-        for task in Path(f"/proc/{kernel.process.pid}/task").iterdir():
-            status = (task / "status").read_text()
-            total += sum(int(line.split()[1]) for line in status.splitlines() if "voluntary_ctxt" in line)
-        return total
-
-    # The last look at the loop is half a second after it worked.
-    kernel.process_quiet(1.0)
-    before = switches()
-    kernel.process_quiet(3.0)
-    assert switches() - before <= 2
