@@ -30,6 +30,7 @@ const (
 	TypeCall        = "call"
 	TypeCancelCall  = "cancel_call"
 	TypePong        = "pong"
+	TypeReserved    = "reserved"
 
 	TypeWelcome    = "welcome"
 	TypeReject     = "reject"
@@ -38,6 +39,8 @@ const (
 	TypeInterrupt  = "interrupt"
 	TypeCallResult = "call_result"
 	TypePing       = "ping"
+	TypeReserve    = "reserve"
+	TypeRelease    = "release"
 )
 
 // Kinds of events.
@@ -186,6 +189,16 @@ type (
 		ID     int64  `json:"id"`
 		Result any    `json:"result,omitempty"`
 		Error  any    `json:"error,omitempty"` // *rpc.Error
+	}
+	// Reserve makes the kernel refuse new tasks, for the reason given, until a Release
+	// or a new connection. It answers "reserved" after the events of those it had begun.
+	Reserve struct {
+		Type   string `json:"type"`
+		ID     int64  `json:"id"`
+		Reason string `json:"reason"`
+	}
+	Release struct {
+		Type string `json:"type"`
 	}
 	Ping struct {
 		Type string `json:"type"`

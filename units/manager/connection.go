@@ -148,6 +148,7 @@ func (c *connection) ended() {
 	}
 	if m.stopping == c && !m.ending { // whoever asked for the stop left without doing it
 		m.stopping, m.stopReason = nil, ""
+		m.releaseTasks()
 	}
 	rec := m.restarting
 	ending := m.ending

@@ -629,6 +629,8 @@ func (k *fakeKernel) read(conn net.Conn) {
 				outcome = "pending"
 			}
 			k.write(map[string]any{"type": "interrupted", "id": m.ID, "exec_id": m.ExecID, "outcome": outcome})
+		case "reserve":
+			k.write(map[string]any{"type": "reserved", "id": m.ID})
 		case "call_result":
 			r, _ := json.Marshal(map[string]any{"result": m.Result, "error": m.Error})
 			k.results = append(k.results, r)

@@ -91,12 +91,14 @@ func (m *Manager) stopKernel(how *ending) error {
 
 // reset replaces the kernel. origin is the cell that asked, nil for anybody else.
 func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, error) {
+	m.reserveTasks("the session is about to be reset")
 	m.mu.Lock()
 	err := m.busy("reset")
 	if err == nil && !p.Force {
 		err = m.activeWork("reset", origin)
 	}
 	if err != nil {
+		m.releaseTasks()
 		m.mu.Unlock()
 		return nil, err
 	}
@@ -106,6 +108,7 @@ func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, e
 	defer func() {
 		m.mu.Lock()
 		m.resetting = false
+		m.releaseTasks()
 		m.mu.Unlock()
 	}()
 	reason := p.Reason
@@ -183,12 +186,14 @@ func (m *Manager) finishOrigin(r *run, err error, text, failed string) {
 // that, the runtime goes on.
 func (c *connection) stop(_ context.Context, p api.LifecycleParams) (*api.StopResult, error) {
 	m := c.m
+	m.reserveTasks("the runtime is about to be stopped")
 	m.mu.Lock()
 	err := m.busy("stop")
 	if err == nil && !p.Force {
 		err = m.activeWork("stop", nil)
 	}
 	if err != nil {
+		m.releaseTasks()
 		m.mu.Unlock()
 		return nil, err
 	}
@@ -208,6 +213,7 @@ func (c *connection) stop(_ context.Context, p api.LifecycleParams) (*api.StopRe
 	if err != nil {
 		m.mu.Lock()
 		m.stopping, m.stopReason = nil, ""
+		m.releaseTasks()
 		m.mu.Unlock()
 		return nil, err
 	}
@@ -315,12 +321,16 @@ func replaceFile(path string, data []byte) error {
 // for a cell it asks itself, and the next manager finishes the cell. It goes on when
 // the caller no longer waits.
 func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) (*api.RestartResult, error) {
+	if !p.KeepKernel {
+		m.reserveTasks("the runtime is about to be restarted")
+	}
 	m.mu.Lock()
 	err := m.busy("restart")
 	if err == nil && !p.Force && !p.KeepKernel {
 		err = m.activeWork("restart", origin)
 	}
 	if err != nil {
+		m.releaseTasks()
 		m.mu.Unlock()
 		return nil, err
 	}
@@ -414,6 +424,7 @@ func (m *Manager) failRestart(rec *restartRecord, err error) {
 	defer m.mu.Unlock()
 	if m.restarting == rec {
 		m.restarting = nil
+		m.releaseTasks()
 		close(rec.over)
 	}
 }

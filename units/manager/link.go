@@ -185,7 +185,7 @@ func (l *link) take(msg *wire.FromKernel) error {
 			m.kernel.mode, m.kernel.modeReason = msg.Mode, msg.Reason
 		}
 		m.mu.Unlock()
-	case wire.TypeInterrupted:
+	case wire.TypeInterrupted, wire.TypeReserved:
 		l.mu.Lock()
 		ch := l.interrupts[msg.ID]
 		delete(l.interrupts, msg.ID)
@@ -443,6 +443,18 @@ func (l *link) close() {
 
 // interrupt asks the kernel to stop a cell and returns what it did.
 func (l *link) interrupt(ctx context.Context, execID string) (string, error) {
+	return l.ask(ctx, func(id int64) any { return wire.Interrupt{Type: wire.TypeInterrupt, ID: id, ExecID: &execID} })
+}
+
+// reserve makes the kernel begin no more tasks. When it returns without an error the
+// manager knows of all that have begun.
+func (l *link) reserve(ctx context.Context, reason string) error {
+	_, err := l.ask(ctx, func(id int64) any { return wire.Reserve{Type: wire.TypeReserve, ID: id, Reason: reason} })
+	return err
+}
+
+// ask sends a message that is answered by its id and returns the outcome.
+func (l *link) ask(ctx context.Context, message func(id int64) any) (string, error) {
 	ch := make(chan string, 1)
 	l.mu.Lock()
 	if l.closed {
@@ -453,7 +465,7 @@ func (l *link) interrupt(ctx context.Context, execID string) (string, error) {
 	id := l.nextID
 	l.interrupts[id] = ch
 	l.mu.Unlock()
-	l.send(wire.Interrupt{Type: wire.TypeInterrupt, ID: id, ExecID: &execID})
+	l.send(message(id))
 	select {
 	case outcome, ok := <-ch:
 		if !ok {

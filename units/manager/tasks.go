@@ -1,8 +1,10 @@
 package manager
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
+	"time"
 
 	"mypr/internal/api"
 	"mypr/kernel/wire"
@@ -33,4 +35,30 @@ func (l *link) beginTask(msg *wire.FromKernel) error {
 	l.changes[r.id] = c
 	l.order = append(l.order, c)
 	return nil
+}
+
+// reservePatience is for the kernel's I/O thread, which answers whatever cells do.
+const reservePatience = 2 * time.Second
+
+// reserveTasks makes the kernel begin no more tasks, so that what activeWork says stays
+// true. Without an answer the kernel is stuck or gone, and begins none anyhow.
+func (m *Manager) reserveTasks(reason string) {
+	m.mu.Lock()
+	l := m.kernel.link
+	m.mu.Unlock()
+	if l == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(m.ctx, reservePatience)
+	defer cancel()
+	if err := l.reserve(ctx, reason); err != nil {
+		m.log.Warn("the kernel was not told to begin no more tasks", "error", err)
+	}
+}
+
+// releaseTasks undoes reserveTasks. Called with mu held.
+func (m *Manager) releaseTasks() {
+	if l := m.kernel.link; l != nil && !m.resetting && m.stopping == nil && m.restarting == nil {
+		l.send(wire.Release{Type: wire.TypeRelease})
+	}
 }

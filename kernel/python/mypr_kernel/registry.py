@@ -73,57 +73,56 @@ class Registry:
         self._completed: list[Handle] = []  # oldest first
         self._cached = 0  # bytes of output in them
         self._jobs: dict[str, Job] = {}
-        self._refused = ""  # why no task may start now
 
     # -- what ws.tasks calls ------------------------------------------------------
 
     def start(self, awaitable: Awaitable[Any], task_id: str | None, visible: bool) -> TaskHandle:
         """See ``Tasks.start``."""
         try:
-            self._check_start(awaitable, task_id)
+            handle, task = self._begin(awaitable, task_id, visible)
         except BaseException:
-            close = getattr(awaitable, "close", None)  # a coroutine that will never be awaited
-            if close is not None:
-                close()
+            _close(awaitable)  # a coroutine that will never be awaited
             raise
         import asyncio
-
-        loop = asyncio.get_running_loop()
-        if task_id is None:
-            self._next += 1
-            task_id = f"task-{self._generation}-{self._next}"
-        else:
-            self._custom.add(task_id)
-        parent = current.get()
-        if isinstance(parent, Task):
-            by = self._by_history(parent.exec_id)
-            started_in = by.exec_id if by is not None else ""
-        else:
-            started_in = parent.exec_id if parent is not None else ""
-        task = Task(f"python:{self._generation}:{task_id}", parent, not visible)
-        handle = TaskHandle(task_id, task, parent, self._generation, self._kernel.outbox.output_bytes)
-        handle.exec_id = started_in
-        task.sink = handle.buffer
-        self._handles[task_id] = handle
-        if visible:
-            self._kernel.outbox.task(
-                task,
-                {
-                    "id": task_id,
-                    "client_id": task.client_id,
-                    "connection_id": task.connection_id,
-                    "exec_id": started_in,
-                },
-            )
         from contextvars import copy_context
 
         context = copy_context()
         context.run(current.set, task)
-        name = f"task {task_id}"
         coroutine = self._run(handle, task, awaitable)
-        task.task = context.run(loop.create_task, coroutine, name=name)
+        loop = asyncio.get_running_loop()
+        task.task = context.run(loop.create_task, coroutine, name=f"task {handle.id}")
         task.task.add_done_callback(lambda _: self._never_began(handle, task, awaitable))
         return handle
+
+    def _begin(
+        self, awaitable: Awaitable[Any], task_id: str | None, visible: bool
+    ) -> tuple[TaskHandle, Task]:
+        self._check_start(awaitable, task_id)
+        ident = task_id if task_id is not None else f"task-{self._generation}-{self._next + 1}"
+        parent = current.get()
+        task = Task(f"python:{self._generation}:{ident}", parent, not visible)
+        handle = TaskHandle(ident, task, parent, self._generation, self._kernel.outbox.output_bytes)
+        if isinstance(parent, Task):
+            above = self._by_history(parent.exec_id)
+            handle.exec_id = above.exec_id if above is not None else ""
+        if visible:
+            fields = {
+                "id": ident,
+                "client_id": task.client_id,
+                "connection_id": task.connection_id,
+                "exec_id": handle.exec_id,
+            }
+            refused = self._kernel.outbox.task(task, fields)
+            if refused:
+                hint = "nothing new is started until that is over"
+                raise RPCError(f"no task is started: {refused}", "conflict", "tasks.start", hint)
+        if task_id is None:
+            self._next += 1
+        else:
+            self._custom.add(task_id)
+        task.sink = handle.buffer
+        self._handles[ident] = handle
+        return handle, task
 
     def statuses(self) -> List[dict[str, Any]]:
         """Of every visible handle, oldest first."""
@@ -194,14 +193,6 @@ class Registry:
         """Visible tasks that have not ended, for the last words about them."""
         return [h._cell for h in self.live() if isinstance(h._cell, Task)]
 
-    def reserve(self, reason: str) -> None:
-        """Refuse new tasks: the process is about to end."""
-        self._refused = reason
-
-    def release(self) -> None:
-        """It goes on after all."""
-        self._refused = ""
-
     def live(self) -> List[LocalHandle]:
         """Visible tasks that have not ended."""
         return [h for h in self._handles.values() if isinstance(h, TaskHandle) and h.visible and not h.done]
@@ -244,10 +235,6 @@ class Registry:
         if not inspect.isawaitable(awaitable):
             hint = ": call it, start(work())" if inspect.iscoroutinefunction(awaitable) else ""
             raise TypeError(f"ws.tasks.start takes an awaitable, not {type(awaitable).__name__}{hint}")
-        if self._refused:
-            raise RPCError(
-                self._refused, "conflict", "tasks.start", "nothing new is started until that is over"
-            )
         if task_id is None:
             return
         if not isinstance(task_id, str):
@@ -295,9 +282,7 @@ class Registry:
         """It was cancelled before its first step, so ``_run`` never was."""
         if handle.done:
             return
-        close = getattr(awaitable, "close", None)
-        if close is not None:
-            close()
+        _close(awaitable)
         summary = f"CancelledError: {task.reason or 'it was cancelled'} before it began"
         info = {"code": "cancelled", "type": "CancelledError", "message": summary}
         self._conclude(handle, task, {"state": "cancelled", "error": summary, "error_info": info}, None, None)
@@ -376,6 +361,12 @@ class Registry:
         else:
             job._know(status)
         return job
+
+
+def _close(awaitable: Any) -> None:
+    close = getattr(awaitable, "close", None)
+    if close is not None:
+        close()
 
 
 def listed(handle: Handle) -> bool:

@@ -244,3 +244,16 @@ def test_sync_question_can_be_interrupted_and_survives_a_manager(kernel: Kernel)
     kernel.wait_for(lambda m: m["type"] == "call" and kernel.messages.index(m) >= 0)
     assert kernel.outcome(kernel.interrupt(waiting)) == "interrupted"
     assert kernel.wait_state(waiting)["state"] == "cancelled"
+
+
+def test_no_task_begins_while_the_session_is_about_to_end(kernel: Kernel) -> None:
+    kernel.run("import asyncio\nt = ws.tasks.start(asyncio.sleep(100), task_id='old')")
+    kernel.send({"type": "reserve", "id": 7, "reason": "the session is about to be reset"})
+    kernel.wait_for(lambda m: m["type"] == "reserved" and m["id"] == 7)
+    with kernel.changed:  # what had begun is known by then
+        kinds = [m.get("event") or m["type"] for m in kernel.messages]
+    assert kinds.index("task") < kinds.index("reserved")
+    cell = kernel.run("ws.tasks.start(asyncio.sleep(0), task_id='new')")
+    assert "no task is started: the session is about to be reset" in cell.error
+    kernel.send({"type": "release"})
+    assert kernel.run("await ws.tasks.start(asyncio.sleep(0, 3), task_id='new')").result == "3"
