@@ -234,6 +234,8 @@ func (u *unit) ended(pr *proc, exit process.Exit) {
 func (u *unit) judge(exit process.Exit, c spec.Command) string {
 	sv := u.def.Service
 	switch {
+	case !exit.Known && u.box != nil && u.box.oom() > u.OOMKills:
+		return resultOOM
 	case !exit.Known:
 		return resultUnknown
 	case exit.Signal == 0 && (exit.Code == 0 || slices.Contains(sv.SuccessExitStatus.Codes, exit.Code)):
@@ -244,7 +246,7 @@ func (u *unit) judge(exit process.Exit, c spec.Command) string {
 		return resultSuccess
 	case c.IgnoreFailure:
 		return resultSuccess
-	case exit.Signal != 0 && u.box != nil && u.box.oom() > u.OOMKills:
+	case u.box != nil && u.box.oom() > u.OOMKills: // a shell turns the kill of its child into a status of its own
 		return resultOOM
 	case exit.CoreDump:
 		return resultCoreDump

@@ -17,6 +17,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"mypr/internal/rpc"
 	"mypr/supervisor/cgroup"
 	"mypr/supervisor/control"
@@ -375,6 +377,12 @@ func (s *Supervisor) open(before *saved) (*controlServer, error) {
 	var err error
 	if s.listener = before.take(fdControl); s.listener == nil {
 		s.listener = s.claim(s.opt.ControlPath)
+	}
+	if s.listener != nil {
+		// Peers see the credentials of who listened last (unix(7)): not those of the dead.
+		if err := unix.Listen(process.FD(s.listener), unix.SOMAXCONN); err != nil {
+			s.log.Error("cannot listen anew", "err", err)
+		}
 	}
 	if s.listener == nil {
 		if s.listener, err = sockets.Listen(s.opt.ControlPath, sockets.Config{}); err != nil {

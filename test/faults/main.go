@@ -31,6 +31,14 @@ func main() {
 	}
 	ok := true
 	for _, what := range flag.Args() {
+		if what == "uml" {
+			verbose := ""
+			if *keep {
+				verbose = "yes"
+			}
+			ok = uml(path, verbose) && ok
+			continue
+		}
 		s, err := newSession(path)
 		if err != nil {
 			fatal(err)
@@ -39,6 +47,8 @@ func main() {
 		switch what {
 		case "soak":
 			good = (&soak{s: s, faults: *n, kernels: *kernels, seed: *seed}).run()
+		case "limits":
+			good = (&limits{s: s}).run()
 		case "upgrade":
 			good = (&upgrade{s: s}).run()
 		case "recovery":

@@ -31,7 +31,11 @@ type soak struct {
 	rnd    *rand.Rand
 	slots  [clients]slot
 	ending atomic.Bool
-	ledger string
+	// Calls that were answered with the advice to send them again with their request id:
+	// so many faults hit one of them.
+	repeated atomic.Int64
+	unbegun  atomic.Int64 // jobs whose very start a fault hit
+	ledger   string
 
 	mu         sync.Mutex // guards the fields below
 	submitted  int
@@ -124,6 +128,10 @@ print("end %s")`, k.ledger, number, number, pad, pause, number)
 			if c, err = f.run(code, "r"+number); err == nil {
 				break
 			}
+			if told(err) {
+				k.repeated.Add(1)
+				continue
+			}
 			if !errors.Is(err, errFrontEnded) {
 				k.problem("cell %s: %v", number, err)
 				c.state = "error"
@@ -148,6 +156,12 @@ print("end %s")`, k.ledger, number, number, pad, pause, number)
 	}
 }
 
+// told reports whether an answer says to send the same call again.
+func told(err error) bool {
+	var t *toolError
+	return errors.As(err, &t) && strings.Contains(t.text, "it will not run twice")
+}
+
 // job starts shell commands through Python that write slowly, and checks what they
 // wrote: the jobs live through everything but their own end.
 func (k *soak) job(wg *sync.WaitGroup) {
@@ -163,6 +177,9 @@ func (k *soak) job(wg *sync.WaitGroup) {
 	defer f.end()
 	for i := 0; !k.ending.Load(); i++ {
 		c, err := f.run(fmt.Sprintf(`_ids = [(await ws.shell.start("for i in $(seq 100); do echo line %d-$i; sleep 0.02; done; echo done")).id for _ in range(2)]; print(*_ids)`, i), "")
+		if told(err) {
+			continue
+		}
 		if err != nil || c.state != api.Succeeded {
 			if err != nil || !k.kernels {
 				k.problem("jobs: start: %v %s %s", err, c.state, c.err)
@@ -179,11 +196,17 @@ func (k *soak) job(wg *sync.WaitGroup) {
 			var r cell
 			for try := 0; ; try++ {
 				r, err = f.run(fmt.Sprintf("_j = await ws.tasks.attach(%q); await _j; print(_j.status()['state'], _j.output(), sep='\\n', end='')", id), "")
-				if err != nil || r.state == api.Succeeded || !k.kernels || try > 20 {
+				if told(err) {
+					continue
+				}
+				if err != nil || r.state == api.Succeeded || !k.kernels || try > 20 || strings.Contains(r.err, " lost: ") {
 					break // with kernels that die the question may have to be asked again
 				}
 			}
 			switch state, output, _ := strings.Cut(r.output, "\n"); {
+			case err == nil && strings.Contains(r.err, "it never began, or ended unseen"): // the fault hit its start
+				k.unbegun.Add(1)
+				continue
 			case err != nil || r.state != api.Succeeded:
 				k.problem("job %s: %v %s %s", id, err, r.state, r.err)
 			case state != "succeeded":
@@ -384,7 +407,9 @@ func (k *soak) report(elapsed time.Duration, cgroup string) bool {
 		row("cells lost", lost)
 	}
 	row("cells with output missing", incomplete)
+	row("calls told to be sent again", k.repeated.Load())
 	row("jobs complete", k.jobs)
+	row("jobs that a fault kept from starting", k.unbegun.Load())
 	row("processes left", len(left))
 	row("cgroups left", groups)
 	for _, kind := range slices.Sorted(maps.Keys(k.slowest)) {

@@ -321,6 +321,9 @@ func (j *job) finish(u *control.UnitStatus, err error) {
 	case rpc.CodeOf(err) == rpc.CodeNotFound:
 		j.st.State, j.st.Cause = api.Lost, causeUnknown
 		j.st.Error = "how it ended is not known: the supervisor does not know it any more"
+		if j.st.Invocation == "" {
+			j.st.Error = "the manager ended while it was starting it, and the supervisor knows nothing of it: it never began, or ended unseen"
+		}
 	default:
 		j.st.State, j.st.Cause, j.st.Error = api.Lost, causeUnknown, "how it ended is not known: "+err.Error()
 	}

@@ -105,9 +105,9 @@ func (s *Status) conclude(u *control.UnitStatus, cancelled bool) {
 		}
 	case u.Result == "oom-kill", u.OOMKills > 0 && known && u.ExitSignal == int(unix.SIGKILL):
 		s.State, s.Cause = api.FailedCell, causeOOM
-		s.Error = "it was killed for want of memory"
+		s.Error = "it was killed: out of memory"
 		if u.MemoryMax > 0 {
-			s.Error += fmt.Sprintf(": limit %s, peak %s", size(u.MemoryMax), size(u.MemoryPeak))
+			s.Error += fmt.Sprintf(" (limit %s, peak %s)", size(u.MemoryMax), size(u.MemoryPeak))
 		}
 	case u.Result == "resources":
 		s.State, s.Cause = api.FailedCell, causeStart

@@ -825,12 +825,14 @@ func describeEnd(u control.UnitStatus) string {
 	case u.InvocationID == "" || u.Name == "":
 		return "ended while nobody watched; how is not known"
 	case u.Result == "oom-kill":
-		text := "was killed because memory ran out (OOM)"
-		if u.MemoryMax > 0 {
-			text += fmt.Sprintf(": its limit is %d MiB", u.MemoryMax>>20)
-		}
-		if u.MemoryPeak > 0 {
-			text += fmt.Sprintf(", its peak was %d MiB", u.MemoryPeak>>20)
+		text := "was killed: out of memory"
+		switch {
+		case u.MemoryMax > 0 && u.MemoryPeak > 0:
+			text += fmt.Sprintf(" (limit %d MiB, peak %d MiB)", u.MemoryMax>>20, u.MemoryPeak>>20)
+		case u.MemoryMax > 0:
+			text += fmt.Sprintf(" (limit %d MiB)", u.MemoryMax>>20)
+		case u.MemoryPeak > 0:
+			text += fmt.Sprintf(" (no limit of its own; peak %d MiB)", u.MemoryPeak>>20)
 		}
 		return text
 	case u.Result == "watchdog":
