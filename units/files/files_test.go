@@ -19,6 +19,7 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
@@ -960,6 +961,21 @@ func TestDiffIsBounded(t *testing.T) {
 		_, err := call[dict](t, s, "fs.patch", `{"path":"f","edits":[{"old":"old","new":"new","count":"all"}],"max_diff_bytes":`+n+`}`)
 		refused(t, err, rpc.CodeInvalidRequest, "max_diff_bytes")
 	}
+}
+
+// Whatever the limit, a cut diff is the beginning of the whole one, and text.
+func TestBoundedDiffs(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		line := rapid.StringOfN(rapid.RuneFrom([]rune("aé漢💥 ")), 0, 400, -1)
+		old := strings.Join(rapid.SliceOfN(line, 0, 20).Draw(t, "old"), "\n")
+		new := strings.Join(rapid.SliceOfN(line, 0, 20).Draw(t, "new"), "\n")
+		whole, _, _ := unified("f", "f", old, new)
+		limit := rapid.IntRange(0, 5000).Draw(t, "limit")
+		cut, truncated := bound(whole, limit)
+		if len(cut) > limit || !strings.HasPrefix(whole, cut) || !utf8.ValidString(cut) || truncated != (len(cut) < len(whole)) {
+			t.Fatalf("%d of %d bytes for a limit of %d, truncated %v", len(cut), len(whole), limit, truncated)
+		}
+	})
 }
 
 // Eight writers edit one file under revision checks; none of the accepted edits is lost.

@@ -695,6 +695,41 @@ func TestDefaults(t *testing.T) {
 	}
 }
 
+// The defaults of the limits, seen from the programs.
+func TestDefaultLimits(t *testing.T) {
+	need(t, "rg")
+	w := newWorld(t)
+	w.Service = w.service("PATH=" + fakePath(t, "rg", "rga", "ast-grep"))
+	spy := &spyRunner{}
+	w.runner = spy
+	for _, c := range []string{`fs.search {"pattern":"x"}`, `fs.search_docs {"pattern":"x"}`, `fs.search_ast {"pattern":"x","lang":"go"}`} {
+		method, params, _ := strings.Cut(c, " ")
+		start := time.Now()
+		_, err := w.call(method, params)
+		if err == nil {
+			t.Fatal("the spy started something")
+		}
+		if d := spy.deadline.Sub(start); d < 30*time.Second || d > 31*time.Second {
+			t.Errorf("%s: a timeout of %v", method, d)
+		}
+		if depth := "--rga-max-archive-recursion=5"; slices.Contains(spy.argv, depth) != (method == "fs.search_docs") {
+			t.Errorf("%s: %q", method, spy.argv)
+		}
+	}
+}
+
+// spyRunner starts nothing.
+type spyRunner struct {
+	deadline time.Time
+	argv     []string
+}
+
+func (r *spyRunner) Start(ctx context.Context, c job.Command) (job.Process, error) {
+	r.deadline, _ = ctx.Deadline()
+	r.argv = c.Argv
+	return nil, errors.New("not started")
+}
+
 // The snapshot outlives the service and what happens to the files; queries and cursors
 // are not mixed up.
 func TestCursors(t *testing.T) {
