@@ -3,14 +3,16 @@
 The main thread begins without asyncio, whose import takes four bare interpreter starts:
 a cell without ``await`` runs all the same, as the first step of a coroutine that nothing
 but this module drives. The event loop is made when the kernel was idle for a moment, or
-when it is needed: by a cell that awaits, or by an ``import asyncio`` anywhere below a
-running cell, which then finds itself inside a running loop, as a task (``_make_loop``).
+when it is needed: by a cell that awaits (its coroutine then becomes a task, ``_Handover``), or by
+an ``import asyncio`` anywhere below a running cell, which then finds itself inside a running
+loop, as a task (``_asyncio_imported``).
 From then on every cell is a task of that loop, for ever.
 """
 
 from __future__ import annotations
 
 import builtins
+import faulthandler
 import os
 import select
 import sys
@@ -41,6 +43,7 @@ from .turn import Turn
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Generator
     from types import FrameType, ModuleType
     from typing import Any
 
@@ -107,7 +110,7 @@ class Kernel:
         self._ipython_wanted = False  # it is being loaded, or was
         self._ipython_settled = False
         self._ipython_done: Any = None  # asyncio.Event
-        self._stand_ins: list[Any] = []
+        self._stand_in: Any = None  # the task of a cell that imported asyncio, and its end
         self._c_streams = CStreams()
         self._exit: int | None = None
         self._router = streams.Router(self.outbox, self.log, lambda: self.running)
@@ -136,9 +139,12 @@ class Kernel:
 
     def _install(self) -> None:
         router = self._router
-        sys.stdout = streams.Output(router, "stdout", 1)
-        sys.stderr = streams.Output(router, "stderr", 2)
-        sys.stdin = streams.Input()
+        self._stdout = streams.Output(router, "stdout", 1)
+        self._stderr = streams.Output(router, "stderr", 2)
+        sys.stdout = sys.__stdout__ = self._stdout  # type: ignore[assignment,misc]
+        sys.stderr = sys.__stderr__ = self._stderr  # type: ignore[assignment,misc]
+        sys.stdin = sys.__stdin__ = streams.Input()  # type: ignore[assignment,misc]
+        faulthandler.enable(self.log.fd)
         sys.breakpointhook = streams.refuse_debugger
         setattr(builtins, "display", self.display)  # noqa: B010
         interrupts.install()
@@ -154,10 +160,10 @@ class Kernel:
 
     def _after_fork(self) -> None:
         """In a forked child (multiprocessing): it is no kernel."""
-        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-            if isinstance(stream, streams.Output):
-                stream.after_fork()
+        self._stdout.after_fork()
+        self._stderr.after_fork()
         interrupts.leave()
+        self.link.after_fork()
 
     # -- the main thread -------------------------------------------------------
 
@@ -213,6 +219,8 @@ class Kernel:
                 self.calls.answered(*value)
             elif kind == "ipython":
                 self._ipython_loaded(*value)
+            elif kind == "welcome":
+                self.displays.artifacts = value.get("artifacts") or self.settings.artifacts
             elif kind == "exit":
                 self._exit = value
         if self._exit is not None and self.loop is not None:
@@ -245,7 +253,7 @@ class Kernel:
         if cell is not None and cell.state == RUNNING:
             done = loop.create_future()
             cell.task = task = loop.create_task(loops.stand_in(done), name=f"cell {cell.exec_id}")
-            self._stand_ins.append((task, done))
+            self._stand_in = task, done
             asyncio._set_running_loop(loop)
             asyncio.tasks._enter_task(loop, task)
 
@@ -255,43 +263,33 @@ class Kernel:
         self.registry.submitted(cell)
         context = copy_context()
         context.run(current.set, cell)
+        coroutine = self.run_cell(cell)
         if self.loop is None:
-            program = self._compile_early(cell)
-            if program is not None:
-                self._run_first(cell, program, context)
+            try:
+                context.run(coroutine.send, None)
+            except StopIteration:
+                self._leave_stand_in()
                 return
-            self._make_loop()
+            self._make_loop()  # it awaits the loop (_Handover), where its task goes on
         assert self.loop is not None
-        coroutine = self.run_cell(cell, None)
         name = f"cell {cell.exec_id}"
         if sys.version_info >= (3, 11):
             cell.task = self.loop.create_task(coroutine, name=name, context=context)
         else:
             cell.task = context.run(self.loop.create_task, coroutine, name=name)
 
-    def _compile_early(self, cell: Cell) -> Program | None:
-        """The program of a cell that can run without a loop, None for one that cannot."""
-        try:
-            program = compile_cell(cell.code, cell.filename)
-        except Exception:
-            return None
-        return None if program.is_async or "get_ipython" in cell.code else program
-
-    def _run_first(self, cell: Cell, program: Program, context: Any) -> None:
-        """Run a cell that never awaits, before there is a loop."""
-        try:
-            context.run(self.run_cell(cell, program).send, None)
-        except StopIteration:
-            pass
-        for task, done in self._stand_ins:
+    def _leave_stand_in(self) -> None:
+        """The cell that was made a task in the middle of its only step is over."""
+        if self._stand_in is not None:
             import asyncio
 
+            task, done = self._stand_in
+            self._stand_in = None
             asyncio.tasks._leave_task(task.get_loop(), task)
             asyncio._set_running_loop(None)
             done.set_result(None)
-        self._stand_ins.clear()
 
-    async def run_cell(self, cell: Cell, program: Program | None) -> None:
+    async def run_cell(self, cell: Cell) -> None:
         """The whole life of a cell. Ends in exactly one terminal event; raises nothing."""
         with self.outbox.lock:
             begins = cell.state == QUEUED and self._exit is None
@@ -306,13 +304,13 @@ class Kernel:
         self.registry.began(cell)
         self.outbox.state(cell, {"event": "state", "state": RUNNING}, False)
         fields: dict[str, Any]
+        program: Program | None = None
         result: Any = None
         failure: BaseException | None = None
         try:
-            if program is None:
-                program = await self._compile(cell)
-            else:
-                self.sources.add(cell.filename, cell.code)
+            program = await self._compile(cell)
+            if program.is_async and self.loop is None:
+                await _Handover()
             shell = self.shell
             if shell is not None:
                 shell.before(cell)
@@ -588,6 +586,8 @@ class Kernel:
 
     async def _wait_for_ipython(self) -> None:
         """Return when IPython is loaded, or will not be."""
+        if self.loop is None:
+            await _Handover()
         if self._ipython_done is None:
             import asyncio
 
@@ -608,6 +608,13 @@ class Kernel:
         if self._ipython_done is not None:
             self._ipython_done.set()
         self.outbox.message({"type": "mode", "mode": self.mode, "reason": reason})
+
+
+class _Handover:
+    """Awaited by a cell that is not a task yet, and needs to be one to go on."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
 
 
 def _of_compile(error: BaseException) -> bool:

@@ -76,7 +76,7 @@ class Link:
 
     ``post(kind, value)`` passes to the main thread, which ``wake_main()`` then wakes:
     ``execute`` with a Cell, ``interrupt`` with an interrupts.Request, ``result`` with
-    (call id, message), ``exit`` with a status.
+    (call id, message), ``welcome`` with the message, ``exit`` with a status.
     """
 
     def __init__(
@@ -151,6 +151,14 @@ class Link:
         # would take this thread for the main one (before Python 3.13).
         start_new_thread(self._main, ())
 
+    def after_fork(self) -> None:
+        """In a forked child: let go of what must end with the kernel."""
+        fds = [self._signals, interrupts.wakeup_fd, *self._captured]
+        if self._socket is not None:
+            fds.append(self._socket.detach())
+        for fd in fds:
+            os.close(fd)
+
     def live(self) -> list[Cell]:
         """The cells that have not ended, begun or not."""
         return list(self._cells.values())
@@ -188,7 +196,7 @@ class Link:
     # -- the thread ------------------------------------------------------------
 
     def _main(self) -> None:
-        self._notifier.send("READY=1")
+        self._notifier.send("READY=1\nSTATUS=ready")
         self._connect()
         while True:
             try:
@@ -276,6 +284,7 @@ class Link:
             if since == self._blocked["monotonic"]:
                 return  # the end of the turn will wake us
             self._blocked = None
+            self._notifier.send("STATUS=ready")
             self._once({"type": "loop", "blocked": None})
         if not since:
             if self._look_at:
@@ -300,6 +309,7 @@ class Link:
             "where": where,
             "monotonic": since,
         }
+        self._notifier.send(f"STATUS=blocked by {self._blocked['exec_id'] or 'a callback'} at {where}")
         self._say_blocked()
 
     def _say_blocked(self) -> None:
@@ -676,6 +686,7 @@ class Link:
         self._outbox.event_chars = limits.get("event_chars") or self._outbox.event_chars
         self._acknowledge(int(message["ack"]))
         self._welcomed = True
+        self._deliver("welcome", message)
         self._queue.extend(frame.line for frame in self._events)
         self._say_blocked()
         for ident, call in list(self._calls.items()):

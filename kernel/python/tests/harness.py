@@ -89,7 +89,9 @@ class Kernel:
         self.changed = threading.Condition()
         self.connection: Connection | None = None
         self._reader: threading.Thread | None = None
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("MYPR_", "PYTEST_"))}
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(("MYPR_", "PYTEST_", "PYTHON"))
+        }
         environment.update(
             MYPR_KERNEL_SOCKET=str(self.path),
             MYPR_WORKSPACE=str(self.workspace),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from harness import Kernel
+from harness import PYTHON, Kernel
 
 
 def test_hello_describes_the_process(kernel: Kernel) -> None:
@@ -22,9 +23,33 @@ def test_hello_describes_the_process(kernel: Kernel) -> None:
     assert hello["mode_reason"]
 
 
-def test_first_cell_before_asyncio_is_loaded(kernel: Kernel) -> None:
-    cell = kernel.run("import sys\nprint('asyncio' in sys.modules)\n6 * 7")
-    assert (cell.state, cell.text(), cell.result) == ("succeeded", "False\n", "42")
+def test_first_cell_waits_for_no_import(kernel: Kernel) -> None:
+    """What a start may load, beyond what the interpreter does by itself."""
+    bare = subprocess.run(
+        [PYTHON, "-c", "import sys; print(sorted(sys.modules))"], capture_output=True, text=True
+    )
+    cell = kernel.run("import sys\nprint(sorted(sys.modules))\n6 * 7")
+    assert (cell.state, cell.result) == ("succeeded", "42")
+    loaded = set(eval(cell.text())) - set(eval(bare.stdout))
+    # runpy comes with -m, which the product does not use.
+    slow = {"asyncio", "json", "re", "enum", "typing", "socket", "threading", "inspect", "pathlib", "ast"}
+    slow |= {
+        "dataclasses",
+        "traceback",
+        "logging",
+        "subprocess",
+        "contextlib",
+        "selectors",
+        "signal",
+        "IPython",
+    }
+    assert not loaded & slow
+
+
+def test_warnings_of_the_compiler_are_said_once_in_the_cell(kernel: Kernel) -> None:
+    for _ in range(2):  # the first cell, and one with the loop
+        cell = kernel.run("import sys\nx = 1 is 1\nimport asyncio; await asyncio.sleep(0)")
+        assert cell.text("stderr").count("SyntaxWarning") == 1
 
 
 def test_first_cell_that_imports_asyncio_is_a_task_of_a_running_loop(kernel: Kernel) -> None:

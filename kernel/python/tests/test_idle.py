@@ -85,7 +85,9 @@ def cancellation_pending(kernel: Kernel) -> None:
 def full_ring(kernel: Kernel) -> None:
     """A cell that waits for room, and a child that fills its pipe."""
     kernel.auto_ack = False
-    exec_id = kernel.execute("import subprocess\np = subprocess.Popen(['yes'])\nwhile True: print('x' * 65536)")
+    exec_id = kernel.execute(
+        "import subprocess\np = subprocess.Popen(['yes'])\nwhile True: print('x' * 65536)"
+    )
     kernel.wait_for(lambda m: m["type"] == "loop" and m["blocked"]["exec_id"] == exec_id)
 
 

@@ -21,7 +21,7 @@ def notifications(path: Path) -> socket.socket:
 def test_ready_before_any_manager_is_there(tmp_path: Path) -> None:
     sock = notifications(tmp_path / "notify")
     with sock, Kernel(tmp_path, env={"NOTIFY_SOCKET": str(tmp_path / "notify")}, connect=False) as k:
-        assert sock.recv(1000).decode() == "READY=1"
+        assert sock.recv(1000).decode() == "READY=1\nSTATUS=ready"
         k.connect()
         assert k.run("import os; os.environ.get('NOTIFY_SOCKET')").result is None
 
@@ -33,6 +33,7 @@ def test_watchdog_is_fed_while_python_blocks(tmp_path: Path) -> None:
         exec_id = k.execute("import time\ntime.sleep(30)")
         k.wait_for(lambda m: m["type"] == "loop")
         got = [sock.recv(1000).decode() for _ in range(12)]
+        assert f"STATUS=blocked by {exec_id} at cell line 2" in got
         assert got.count("WATCHDOG=1") >= 9
         before = time.monotonic()
         while sock.recv(1000) != b"WATCHDOG=1":
