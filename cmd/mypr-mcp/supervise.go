@@ -139,7 +139,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 		}
 		// Without a scope everything still works, but a crash of the supervisor takes the
 		// session along, as it would in any service.
-		if cgroupParent, err = service.Scope(ctx, "mypr-"+w.Hash[:12]+".scope", "Python session of "+w.Dir); err != nil {
+		if cgroupParent, err = service.Scope("mypr-"+w.Hash[:12]+".scope", "Python session of "+w.Dir); err != nil {
 			log.Error("there is no scope for the units; they end with the supervisor", "err", err)
 		}
 	}
@@ -166,12 +166,15 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 			return w.RecordSupervisor(ctx, t.Instance, version(), origin)
 		},
 		Ready: func(err error) {
+			if err != nil && starter != nil {
+				// Half a runtime would only be in the way. Whoever started us is told when it
+				// is gone.
+				failed = err
+				end()
+				return
+			}
 			starter.Report(err)
 			starting()
-			if err != nil && starter != nil {
-				failed = err
-				end() // whoever started us was told; half a runtime would only be in the way
-			}
 		},
 	})
 	if err != nil {

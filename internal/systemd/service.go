@@ -64,7 +64,7 @@ const anchorScript = "echo in; exec sleep infinity >/dev/null 2>&1"
 // PartOf= passes a stop of the service on to the scope, in whatever state the service
 // is, but no restart, since a scope can be started only once. Before= has a start of
 // the service wait for the end of an old scope. (systemd 252 and 257.)
-func (s *Service) Scope(ctx context.Context, name, description string) (string, error) {
+func (s *Service) Scope(name, description string) (string, error) {
 	if !strings.HasSuffix(s.Unit, ".service") {
 		return "", fmt.Errorf("the process is in no group of a service: %q", s.dir)
 	}
@@ -79,8 +79,6 @@ func (s *Service) Scope(ctx context.Context, name, description string) (string, 
 		cgroup.Enable(dir)
 		return dir, nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, scopeTimeout)
-	defer cancel()
 	args := []string{
 		"--scope", "--quiet", "--collect", "--unit=" + name, "--description=" + description,
 		"-p", "Delegate=yes", "-p", "PartOf=" + s.Unit, "-p", "Before=" + s.Unit, "-p", "TimeoutStopSec=5s",
@@ -92,7 +90,7 @@ func (s *Service) Scope(ctx context.Context, name, description string) (string, 
 		args = append(args, "--slice="+s.Slice)
 	}
 	var stderr bytes.Buffer
-	cmd := exec.CommandContext(ctx, "systemd-run", append(args, "--", "/bin/sh", "-c", anchorScript)...)
+	cmd := exec.Command("systemd-run", append(args, "--", "/bin/sh", "-c", anchorScript)...)
 	cmd.Dir, cmd.Env, cmd.Stderr = "/", withoutVariables(os.Environ()), &stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	out, err := cmd.StdoutPipe()
@@ -102,6 +100,8 @@ func (s *Service) Scope(ctx context.Context, name, description string) (string, 
 	if err != nil {
 		return "", err
 	}
+	stuck := time.AfterFunc(scopeTimeout, func() { _ = cmd.Process.Kill() })
+	defer stuck.Stop()
 	if line, _ := io.ReadAll(io.LimitReader(out, 3)); string(line) != "in\n" {
 		err := cmd.Wait()
 		return "", fmt.Errorf("systemd-run cannot make %s: %w: %s", name, err, strings.TrimSpace(stderr.String()))

@@ -34,7 +34,7 @@ const (
 	stageVariable = "MYPR_SYSTEMD_STAGE"
 	testUser      = "mypr-test"
 	systemdPath   = "/lib/systemd/systemd"
-	patience      = 60 * time.Second
+	patience      = 30 * time.Second
 )
 
 // bin is the program under test.
@@ -200,8 +200,14 @@ func inside() (int, error) {
 	if err != nil {
 		return 1, err
 	}
-	ready, err := waitReady("/run/systemd/notify")
-	if err != nil {
+	// As tmpfiles would have it, so that the group can read the journal.
+	if id, ierr := os.ReadFile("/etc/machine-id"); ierr == nil && len(groups) == 2 {
+		for _, dir := range []string{"/run/log", "/run/log/journal", "/run/log/journal/" + strings.TrimSpace(string(id))} {
+			err = errors.Join(err, os.Mkdir(dir, 0o755), os.Chown(dir, 0, int(groups[1])), os.Chmod(dir, 0o755|os.ModeSetgid))
+		}
+	}
+	ready, rerr := waitReady("/run/systemd/notify")
+	if err = errors.Join(err, rerr); err != nil {
 		return 1, err
 	}
 	journald := exec.Command("/lib/systemd/systemd-journald")
@@ -290,7 +296,7 @@ func asUser(m *testing.M) (int, error) {
 // command runs a program to its end.
 func command(t *testing.T, env []string, name string, args ...string) (string, error) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(context.Background(), patience) // also in a cleanup
 	defer cancel()
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Env, cmd.Dir = append(os.Environ(), env...), "/"
