@@ -4,6 +4,7 @@ import (
 	"context"
 	"regexp"
 	"strings"
+	"sync"
 
 	"mypr/internal/api"
 	"mypr/internal/rpc"
@@ -69,8 +70,10 @@ func (s *Service) addPackages(ctx context.Context, c Caller, p packagesParams) (
 }
 
 // unreachable is what uv says when the index does not answer.
-var unreachable = regexp.MustCompile(`(?i)error sending request|failed to fetch|dns error|could not connect|connection refused|network is unreachable|` +
-	`network connectivity is disabled|timed out|failed to lookup address`)
+var unreachable = sync.OnceValue(func() *regexp.Regexp {
+	return regexp.MustCompile(`(?i)error sending request|failed to fetch|dns error|could not connect|connection refused|network is unreachable|` +
+		`network connectivity is disabled|timed out|failed to lookup address`)
+})
 
 // explain makes the error of a failed installation say what to do. It runs with mu held.
 func (j *job) explain() {
@@ -83,7 +86,7 @@ func (j *job) explain() {
 		return
 	}
 	text := strings.TrimSpace(pg.text)
-	if unreachable.MatchString(text) {
+	if unreachable().MatchString(text) {
 		j.st.Error = "nothing was installed: the package index cannot be reached: " + last(text)
 		j.st.Hint = "check the network, or name a reachable index or a directory of wheels in uv's configuration (UV_DEFAULT_INDEX, UV_FIND_LINKS), " +
 			"or install a local wheel by its path; what is installed already stays usable"

@@ -8,6 +8,7 @@ import (
 	"hash/crc32"
 	"io"
 	"os"
+	"sync"
 
 	"mypr/internal/api"
 )
@@ -122,7 +123,8 @@ type redoRecord struct {
 	Change *Change `json:"change"`
 }
 
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+// castagnoli is made at the first use: every role of the program would pay for it.
+var castagnoli = sync.OnceValue(func() *crc32.Table { return crc32.MakeTable(crc32.Castagnoli) })
 
 const redoHeader = 8
 
@@ -141,7 +143,7 @@ func (r *redo) append(c *Change) error {
 		return err
 	}
 	b := binary.LittleEndian.AppendUint32(r.buf[:0], uint32(len(payload)))
-	b = binary.LittleEndian.AppendUint32(b, crc32.Checksum(payload, castagnoli))
+	b = binary.LittleEndian.AppendUint32(b, crc32.Checksum(payload, castagnoli()))
 	r.buf = append(b, payload...)
 	if _, err := r.f.WriteAt(r.buf, r.size); err != nil {
 		return err // what was written of it is overwritten by the next, or cut short and so ignored
@@ -186,7 +188,7 @@ func readRedo(r io.Reader, f func(redoRecord) error) error {
 			return err
 		}
 		var rec redoRecord
-		if crc32.Checksum(payload, castagnoli) != binary.LittleEndian.Uint32(head[4:]) || json.Unmarshal(payload, &rec) != nil || rec.Change == nil || rec.Seq <= last {
+		if crc32.Checksum(payload, castagnoli()) != binary.LittleEndian.Uint32(head[4:]) || json.Unmarshal(payload, &rec) != nil || rec.Change == nil || rec.Seq <= last {
 			return nil
 		}
 		last = rec.Seq
