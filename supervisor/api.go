@@ -389,12 +389,11 @@ func (s *Supervisor) defineTransient(p control.TransientParams, files []*os.File
 	}
 	def := p.Unit
 	def.Source = nil
-	u, err := s.load(def.Name)
+	// Units with files were loaded at the start and at daemon-reload; looking for one of
+	// this name now would cost more than the rest.
+	u := s.units[def.Name]
 	switch {
-	case err != nil && rpc.CodeOf(err) != rpc.CodeNotFound:
-		s.log.Warn("the unit file of a transient unit cannot be loaded", "unit", def.Name, "err", err)
-		u = s.add(def, nil, true)
-	case err != nil:
+	case u == nil:
 		u = s.add(def, nil, true)
 	case !u.State.ended() || u.job != nil:
 		return nil, rpc.Errorf(rpc.CodeConflict, "%s is %s", u.name, u.State.Active()).WithHint("stop it first, or choose another name")

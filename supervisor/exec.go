@@ -21,7 +21,8 @@ import (
 	"mypr/supervisor/spec"
 )
 
-// ControlEnvironment is the variable that tells every unit where the control socket is.
+// ControlEnvironment is the variable that tells units where the control socket is, but
+// for those with ExactEnvironment.
 const ControlEnvironment = "MYPR_CONTROL"
 
 // private are variables of the supervisor's own service protocol: they are about the
@@ -87,7 +88,7 @@ func (u *unit) environment(main bool, cred *credential) ([]string, error) {
 		env["TERM"] = "xterm-256color"
 	}
 	env["INVOCATION_ID"] = u.Invocation
-	if u.s.opt.ControlPath != "" {
+	if !sv.ExactEnvironment {
 		env[ControlEnvironment] = u.s.opt.ControlPath
 	}
 	if u.notifyAccess() != "none" && u.s.opt.NotifyPath != "" {

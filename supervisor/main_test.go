@@ -218,7 +218,7 @@ func openFDs() map[string]string {
 	self := strconv.Itoa(process.FD(d))
 	names, _ := d.Readdirnames(-1)
 	for _, n := range names {
-		if link, err := os.Readlink("/proc/self/fd/" + n); err == nil && n != self {
+		if link, err := os.Readlink("/proc/self/fd/" + n); err == nil && n != self && link != os.DevNull {
 			fds[n] = link
 		}
 	}

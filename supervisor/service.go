@@ -692,7 +692,11 @@ func (u *unit) finish() {
 			u.MemoryPeak, u.CPU = max(use.MemoryPeak, u.MemoryPeak), max(use.CPU, u.CPU)
 		}
 		u.box, u.Box = nil, nil
-		u.discard(b)
+		if _, ok := b.(*cgroupBox); ok && !b.populated() {
+			u.s.cleanups = append(u.s.cleanups, func() { u.discard(b) })
+		} else {
+			u.discard(b)
+		}
 	}
 	if u.Result == resultSuccess && len(u.Survivors) > 0 {
 		u.Result = resultTimeout

@@ -173,7 +173,7 @@ func TestEnvironment(t *testing.T) {
 		out, _ = e.output(u, nil)
 		for line := range strings.Lines(out) {
 			switch k, _, _ := strings.Cut(line, "="); k {
-			case "ONLY", "FROM_OUTSIDE", "INVOCATION_ID", "MYPR_CONTROL", "PWD", "SHLVL", "_", "OLDPWD":
+			case "ONLY", "FROM_OUTSIDE", "INVOCATION_ID", "PWD", "SHLVL", "_", "OLDPWD":
 			default:
 				t.Errorf("ExactEnvironment let %q through", line)
 			}

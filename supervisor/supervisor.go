@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -121,6 +122,7 @@ type Supervisor struct {
 	gone        []string
 	stateFailed bool
 	replies     []func() // to be made when the state is on disk
+	cleanups    []func() // what nobody waits for: done after the replies
 	events      []control.UnitEvent
 	subs        map[*subscription]struct{}
 	recent      []control.UnitStatus // of unloaded units, for late waiters
@@ -286,6 +288,14 @@ func (s *Supervisor) flush() {
 	for _, f := range replies {
 		f()
 	}
+	if len(replies) > 0 {
+		runtime.Gosched() // let them out before the next batch: a start may take a millisecond
+	}
+	cleanups := s.cleanups
+	s.cleanups = nil
+	for _, f := range cleanups {
+		s.turn(f)
+	}
 }
 
 // soon is later, after the jobs that can begin have begun.
@@ -314,11 +324,13 @@ func (s *Supervisor) reap() {
 		if pr := s.procs[pid]; pr != nil {
 			if exit, progress := pr.p.Collect(); progress == process.Ended {
 				s.turn(func() { pr.u.ended(pr, exit) })
+				continue
 			}
 		}
 		if st := s.starting[pid]; st != nil {
 			if exit, progress := st.p.Collect(); progress == process.Ended {
 				st.exit = &exit
+				continue
 			}
 		}
 		process.Reap(pid)

@@ -35,11 +35,12 @@ type Group struct {
 	events int // cgroup.events, -1 until Events
 	oom    int // memory.events, -1 until OOMEvents
 	tasks  uint64
+	memory bool // there is a memory controller
 }
 
 // New makes a fresh group. An existing one is an error: a group is never used twice.
 func (t *Tree) New(name string, l Limits) (*Group, error) {
-	g := &Group{Name: name, dir: filepath.Join(t.Dir, name), fd: -1, events: -1, oom: -1, tasks: l.TasksMax}
+	g := &Group{Name: name, dir: filepath.Join(t.Dir, name), fd: -1, events: -1, oom: -1, tasks: l.TasksMax, memory: slices.Contains(t.Controllers, "memory")}
 	if err := os.Mkdir(g.dir, 0o755); err != nil {
 		return nil, fmt.Errorf("cannot make a group: %w", err)
 	}
@@ -59,7 +60,7 @@ func (t *Tree) New(name string, l Limits) (*Group, error) {
 
 // OpenGroup opens a group that an earlier supervisor made.
 func (t *Tree) OpenGroup(name string) (*Group, error) {
-	g := &Group{Name: name, dir: filepath.Join(t.Dir, name), fd: -1, events: -1, oom: -1}
+	g := &Group{Name: name, dir: filepath.Join(t.Dir, name), fd: -1, events: -1, oom: -1, memory: slices.Contains(t.Controllers, "memory")}
 	fd, err := unix.Open(g.dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, &fs.PathError{Op: "open", Path: g.dir, Err: err}
@@ -300,7 +301,7 @@ func (g *Group) Freeze(on bool) error {
 // OOMEvents is a descriptor of memory.events that polls (PRI) when OOMKills may have
 // changed, or -1 without a memory controller.
 func (g *Group) OOMEvents() int {
-	if g.oom < 0 {
+	if g.oom < 0 && g.memory {
 		if fd, err := unix.Openat(g.fd, "memory.events", unix.O_RDONLY|unix.O_CLOEXEC, 0); err == nil {
 			g.oom = fd
 		}

@@ -141,17 +141,22 @@ func exitOf(ws syscall.WaitStatus, ru *syscall.Rusage) Exit {
 	return e
 }
 
-func (p *Process) foreignExit() (Exit, Progress) {
+// poll reports whether the process has ended and whether it was reaped as well.
+func (p *Process) poll() (ended, reaped bool) {
 	poll := []unix.PollFd{{Fd: int32(p.fd), Events: unix.POLLIN}}
 	for {
 		n, err := unix.Poll(poll, 0)
 		if err == unix.EINTR {
 			continue
 		}
-		if err == nil && n == 0 {
-			return Exit{}, Running
-		}
-		break
+		return err != nil || n > 0, poll[0].Revents&unix.POLLHUP != 0
+	}
+}
+
+func (p *Process) foreignExit() (Exit, Progress) {
+	ended, reaped := p.poll()
+	if !ended {
+		return Exit{}, Running
 	}
 	if e := p.zombieExit(); e.Known {
 		return e, Ended
@@ -163,7 +168,7 @@ func (p *Process) foreignExit() (Exit, Progress) {
 	if err := unix.IoctlPidfdInfo(p.fd, &info); err == nil && info.Mask&unix.PIDFD_INFO_EXIT != 0 {
 		return exitOf(syscall.WaitStatus(info.Exit_code), nil), Ended
 	}
-	if poll[0].Revents&unix.POLLHUP != 0 {
+	if reaped {
 		return Exit{}, Ended // reaped, and the kernel kept nothing
 	}
 	return Exit{}, Unreaped

@@ -2,7 +2,6 @@ package process
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"os"
 	"strconv"
@@ -25,14 +24,26 @@ func StartTime(pid int) (uint64, error) {
 // statFields are the fields of /proc/PID/stat from the third (state) on; the command
 // name before them may hold blanks and parentheses.
 func statFields(pid int) ([][]byte, error) {
-	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
-	if err != nil {
-		if errors.Is(err, syscall.ESRCH) || os.IsNotExist(err) {
-			return nil, os.ErrProcessDone
-		}
-		return nil, err
+	// Plain system calls: this is on the path of every start.
+	path := "/proc/" + strconv.Itoa(pid) + "/stat"
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err == unix.ENOENT {
+		return nil, os.ErrProcessDone
 	}
-	i := bytes.LastIndexByte(b, ')')
+	if err != nil {
+		return nil, &os.PathError{Op: "open", Path: path, Err: err}
+	}
+	buf := make([]byte, 1024) // a name of 16 bytes and 50 numbers fit
+	n, err := unix.Read(fd, buf)
+	unix.Close(fd)
+	if err == unix.ESRCH {
+		return nil, os.ErrProcessDone
+	}
+	if err != nil {
+		return nil, &os.PathError{Op: "read", Path: path, Err: err}
+	}
+	b := buf[:n]
+	i := bytes.LastIndexByte(b, ')') // the name may hold one too
 	f := bytes.Fields(b[i+1:])
 	if i < 0 || len(f) < 20 {
 		return nil, fmt.Errorf("/proc/%d/stat: not understood", pid)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"sync"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -59,16 +60,11 @@ func (s Setup) IsZero() bool {
 // ReadStatus); the caller must close it.
 func Start(c *Command) (p *Process, status *os.File, err error) {
 	attr := &syscall.ProcAttr{Dir: c.Dir, Env: c.Env, Files: make([]uintptr, 0, 4+len(c.Files))}
-	var null *os.File
 	for _, f := range c.Stdio {
 		if f == nil {
-			if null == nil {
-				if null, err = os.OpenFile(os.DevNull, os.O_RDWR, 0); err != nil {
-					return nil, nil, err
-				}
-				defer null.Close()
+			if f, err = devNull(); err != nil {
+				return nil, nil, err
 			}
-			f = null
 		}
 		attr.Files = append(attr.Files, uintptr(FD(f)))
 	}
@@ -118,6 +114,9 @@ func Start(c *Command) (p *Process, status *os.File, err error) {
 	start, _ := StartTime(pid)
 	return &Process{PID: pid, StartTime: start, fd: pidfd}, status, nil
 }
+
+// devNull stays open for good: almost every start needs it.
+var devNull = sync.OnceValues(func() (*os.File, error) { return os.OpenFile(os.DevNull, os.O_RDWR, 0) })
 
 // selfExe is the program that runs, also when its file was replaced or deleted.
 const selfExe = "/proc/self/exe"
