@@ -222,7 +222,6 @@ func (u *unit) ended(pr *proc, exit process.Exit) {
 		u.main, u.Main = nil, nil
 		u.MainEnded, u.Exit, u.ExitedAt = true, exit, time.Now()
 		u.CPU += exit.CPU
-		u.MemoryPeak = max(u.MemoryPeak, exit.MaxRSS)
 		u.mainEnded(exit)
 	case u.control:
 		u.control, u.Control = nil, nil

@@ -24,8 +24,7 @@ type Exit struct {
 	Code     int    `json:"code"`  // when Signal is 0
 	Signal   int    `json:"signal,omitempty"`
 	CoreDump bool   `json:"core_dump,omitempty"`
-	CPU      uint64 `json:"cpu,omitempty"`     // microseconds, with reaped descendants; 0 when not known
-	MaxRSS   uint64 `json:"max_rss,omitempty"` // bytes; 0 when not known
+	CPU      uint64 `json:"cpu,omitempty"` // microseconds, with reaped descendants; 0 when not known
 }
 
 func (e Exit) String() string {
@@ -136,7 +135,8 @@ func exitOf(ws syscall.WaitStatus, ru *syscall.Rusage) Exit {
 	}
 	if ru != nil {
 		e.CPU = uint64(ru.Utime.Nano()+ru.Stime.Nano()) / 1000
-		e.MaxRSS = uint64(ru.Maxrss) << 10
+		// Not ru_maxrss: an exec keeps the high-water mark of the memory before it, which
+		// is the supervisor's.
 	}
 	return e
 }
