@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"mypr/internal/api"
@@ -222,7 +223,8 @@ func (c *connection) stop(_ context.Context, p api.LifecycleParams) (*api.StopRe
 }
 
 // announce tells every other attached connection that the runtime is about to end.
-func (m *Manager) announce(except *connection, s api.Stopping) {
+// What it returns is closed when everybody has it.
+func (m *Manager) announce(except *connection, s api.Stopping) <-chan struct{} {
 	m.mu.Lock()
 	conns := make([]*connection, 0, len(m.conns))
 	for c := range m.conns {
@@ -231,13 +233,22 @@ func (m *Manager) announce(except *connection, s api.Stopping) {
 		}
 	}
 	m.mu.Unlock()
+	var sending sync.WaitGroup
 	for _, c := range conns { // a peer that does not read must not hold up the others
 		m.wg.Add(1)
+		sending.Add(1)
 		go func() {
 			defer m.wg.Done()
+			defer sending.Done()
 			_ = c.rpc.Notify(api.NotificationStopping, s)
 		}()
 	}
+	told := make(chan struct{})
+	go func() {
+		sending.Wait()
+		close(told)
+	}()
+	return told
 }
 
 // announceEnd tells connections why this manager ends, unless they were told.
@@ -245,13 +256,20 @@ func (m *Manager) announceEnd() {
 	m.mu.Lock()
 	sup, told := m.sup, m.stopping != nil || m.restarting != nil
 	m.mu.Unlock()
-	if told || sup == nil {
+	if told {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
 	defer cancel()
-	if info, err := sup.Info(ctx); err == nil && info.ShuttingDown {
-		m.announce(nil, api.Stopping{Kind: "stop", Reason: "the supervisor shuts down"})
+	if sup != nil {
+		if info, err := sup.Info(ctx); err == nil && !info.ShuttingDown {
+			return // this manager alone ends, and another comes
+		}
+	}
+	// Without a supervisor it is systemd that ends what is left.
+	select {
+	case <-m.announce(nil, api.Stopping{Kind: "stop", Reason: "the supervisor shuts down"}):
+	case <-ctx.Done():
 	}
 }
 

@@ -214,7 +214,8 @@ func Run(ctx context.Context, o Options) error {
 		m.log.Warn("cannot record the runtime", "error", err)
 	}
 
-	serveCtx, stopServing := context.WithCancel(ctx)
+	// Connections end after they were told why, not with ctx.
+	serveCtx, stopServing := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopServing()
 	server := &rpc.Server{NewHandler: m.newConnection}
 	served := make(chan error, 1)
