@@ -79,9 +79,10 @@ func (s *Service) Scope(name, description string) (string, error) {
 		cgroup.Enable(dir)
 		return dir, nil
 	}
+	unit := strings.ReplaceAll(s.Unit, `\`, `\\`) // of an escaped path: systemd-run takes one away
 	args := []string{
 		"--scope", "--quiet", "--collect", "--unit=" + name, "--description=" + description,
-		"-p", "Delegate=yes", "-p", "PartOf=" + s.Unit, "-p", "Before=" + s.Unit, "-p", "TimeoutStopSec=5s",
+		"-p", "Delegate=yes", "-p", "PartOf=" + unit, "-p", "Before=" + unit, "-p", "TimeoutStopSec=5s",
 	}
 	if s.user {
 		args = append(args, "--user")

@@ -417,7 +417,7 @@ func (s *session) dropIn(text string) {
 
 func TestStopInEveryState(t *testing.T) {
 	// A job that ignores SIGTERM, below a kernel that has memory.
-	const stubborn = "import subprocess; p = subprocess.Popen(['sh', '-c', 'trap \"\" TERM; echo on; while :; do read x; done'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True); p.stdout.readline()"
+	const stubborn = "import subprocess; p = subprocess.Popen(['sh', '-c', 'trap \"\" TERM; echo on; sleep 1000'], stdout=subprocess.PIPE, start_new_session=True); p.stdout.readline()"
 	for _, c := range []struct {
 		name, dropIn, sub string
 		kill              bool
