@@ -165,7 +165,7 @@ func (w *Workspace) SupervisorLog() string { return filepath.Join(w.Root, "super
 var ignored = []string{
 	"venv/", ".venv-invalid-*/", "kernel/", "runs/", "artifacts/", "jobs/", "ipython/", "*.json", "history.sqlite3*",
 	"*.log", "*.lock", "browser/", "scans/", "searches/", "revisions/", "document-results/", "git/", "git-history/",
-	"rewrites/", "html-results/", "task-results/", "change-plans/", "restarts/",
+	"rewrites/", "html-results/", "task-results/", "change-plans/", "restarts/", "writes/",
 }
 
 // EnsureLayout makes .mypr, the directories that everything expects in it, and the
