@@ -128,6 +128,7 @@ type Supervisor struct {
 	recent      []control.UnitStatus // of unloaded units, for late waiters
 
 	readyWait map[string]bool
+	takesOver bool // units of an earlier supervisor
 	ending    int // shims that were killed and have not gone yet
 	shutting  bool
 	done      bool
@@ -430,6 +431,7 @@ func (s *Supervisor) begin(before *saved) {
 			s.log.Error("cannot load a unit", "unit", name, "err", err)
 		}
 	}
+	s.takesOver = before != nil
 	s.restore(before)
 	if s.file != nil {
 		if err := s.file.rewrite(s.header(), s.sorted()); err != nil {
@@ -466,8 +468,8 @@ func (s *Supervisor) checkReady() {
 		return
 	}
 	for name := range s.readyWait {
-		if u := s.units[name]; u != nil && u.job != nil {
-			return
+		if u := s.units[name]; u != nil && (u.job != nil || s.takesOver && u.State == AutoRestart) {
+			return // the latter: its run ended with the supervisor before, the next is to come
 		}
 	}
 	var errs []error

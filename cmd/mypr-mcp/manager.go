@@ -13,6 +13,7 @@ import (
 	"github.com/coreos/go-systemd/v22/activation"
 	"github.com/spf13/cobra"
 
+	"mypr/internal/api"
 	"mypr/internal/config"
 	"mypr/internal/rpc"
 	"mypr/internal/systemd"
@@ -76,7 +77,7 @@ func (c *cli) manager(ctx context.Context) error {
 	loader := units.NewLoader(w.Dir, exe, w.Stem())
 	return manager.Run(ctx, manager.Options{
 		Workspace: w, Runtime: runtime, Kernel: kernelSocket, KernelSocket: kernelSocket.Addr().String(),
-		Connect: func(ctx context.Context) (manager.Supervisor, error) { return control.Dial(ctx, controlPath) },
+		Connect: (&reviver{w: w, control: controlPath, env: withoutService(slices.Clone(started)), origin: record.Environment}).connect,
 		Prepare: func(ctx context.Context, run kernel.Runner, progress func(string)) (*kernel.Launch, error) {
 			return prepareKernel(ctx, w, started, run, progress)
 		},
@@ -99,6 +100,33 @@ func (c *cli) manager(ctx context.Context) error {
 		},
 		Logger: log,
 	})
+}
+
+// reviver connects the manager to its supervisor, and starts that again when it died
+// together with its anchor. A service manager sees to its own.
+type reviver struct {
+	w       *workspace.Workspace
+	control string
+	env     []string
+	origin  api.Origin
+	ours    bool // the last supervisor was started by this program, not by a service manager
+}
+
+func (r *reviver) connect(ctx context.Context) (manager.Supervisor, error) {
+	c, err := control.Dial(ctx, r.control)
+	if err != nil && r.ours && rpc.IsGone(err) {
+		if err := r.w.Revive(ctx, workspace.StartOptions{Env: r.env, Origin: r.origin}); err != nil {
+			return nil, fmt.Errorf("cannot start the supervisor again: %w", err)
+		}
+		c, err = control.Dial(ctx, r.control)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if info, err := c.Info(ctx); err == nil {
+		r.ours = info.Mode == "standalone"
+	}
+	return c, nil
 }
 
 var errNotSupervised = rpc.Errorf(rpc.CodeInvalidRequest, "the manager is started by the supervisor, which passes it its sockets").

@@ -52,10 +52,33 @@ func (w *Workspace) Ensure(ctx context.Context, opts StartOptions) (*Location, e
 		if l, err := w.activate(ctx); l != nil || err != nil {
 			return l, err
 		}
-	case !errors.As(err, &mute):
+	case !errors.As(err, &mute) && !l.ending():
 		return l, err
 	}
 	return w.Start(ctx, opts)
+}
+
+// Revive starts a supervisor in the place of one that died and that nobody else starts
+// again. It is for the manager, which notices at once; what still runs is adopted.
+func (w *Workspace) Revive(ctx context.Context, opts StartOptions) error {
+	if opts.Timeout == 0 {
+		opts.Timeout = startTimeout
+	}
+	lock, err := w.StartupLock(ctx)
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	d := &discovery{w: w, record: w.recorded()}
+	if _, err := d.askSupervisor(ctx, w.Paths); err == nil {
+		return nil // somebody was faster
+	}
+	return w.spawn(ctx, opts, lock)
+}
+
+// ending reports whether the runtime that was found is about to go.
+func (l *Location) ending() bool {
+	return l != nil && l.Supervisor != nil && l.Supervisor.ShuttingDown
 }
 
 // activate connects to the runtime socket although no runtime runs: when somebody
@@ -109,7 +132,7 @@ func (w *Workspace) Start(ctx context.Context, opts StartOptions) (*Location, er
 	defer lock.Close()
 	l, err := w.Discover(ctx)
 	var mute *Unreachable
-	if errors.As(err, &mute) && w.waitUnlocked(ctx) {
+	if (errors.As(err, &mute) || l.ending()) && w.waitUnlocked(ctx) {
 		l, err = w.Discover(ctx)
 	}
 	var none *NotRunning

@@ -47,6 +47,8 @@ func main() {
 		switch what {
 		case "soak":
 			good = (&soak{s: s, faults: *n, kernels: *kernels, seed: *seed}).run()
+		case "leftovers":
+			good = (&leftovers{s: s}).run()
 		case "limits":
 			good = (&limits{s: s}).run()
 		case "upgrade":

@@ -370,5 +370,8 @@ func (s *slot) signal(sig syscall.Signal) error {
 	if s.f == nil {
 		return nil
 	}
-	return s.f.cmd.Process.Signal(sig)
+	if err := s.f.cmd.Process.Signal(sig); !errors.Is(err, os.ErrProcessDone) { // its client is between two front ends
+		return err
+	}
+	return nil
 }
