@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 RING_BYTES = 8 << 20
 DEFAULT_OUTPUT_BYTES = 16 << 20
 DEFAULT_EVENT_CHARS = 16_384
+UNFINISHED_CHARS = 65_536  # of a line that are not sent before its end, or a flush()
 
 
 class Chunk:
@@ -118,9 +119,9 @@ class Outbox:
             self._pending += len(text)
             if cell.output > self.output_bytes:
                 self._truncate(cell)
-            if self._asleep:
-                self._asleep = self._waiting = False
-                eventfd_write(self._wake_fd, 1)
+            # Line by line, as to a terminal: print() writes its text and its newline apart.
+            if self._asleep and ("\n" in text or stream == "stderr" or self._pending > UNFINISHED_CHARS):
+                self._rouse()
         return True
 
     def event(self, cell: Cell, fields: dict[str, Any], size: int = 0, wait: bool = True) -> bool:
@@ -205,10 +206,12 @@ class Outbox:
             if self._pending + self._ring < RING_BYTES:
                 return
             self._gates.append(gate)
+            self._rouse()
         interrupts.wait(gate)
 
     def flush(self) -> None:
-        """The main thread has nothing more to do: the I/O thread should send what it put."""
+        """What was put should be sent now: the main thread has nothing more to do, or
+        somebody asks for it."""
         if self._waiting and self._items:
             self._asleep = self._waiting = False
             eventfd_write(self._wake_fd, 1)

@@ -123,7 +123,9 @@ class Output(io.TextIOBase):
         return False
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Send an unfinished line."""
+        if not self._forked:
+            self._router.outbox.flush()
 
     def close(self) -> None:
         """Ignored: all cells share this stream."""
@@ -156,7 +158,8 @@ class Bytes(io.BufferedIOBase):
         return self._text.fileno()
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Send an unfinished line."""
+        self._text.flush()
 
     def close(self) -> None:
         """Ignored: all cells share this stream."""

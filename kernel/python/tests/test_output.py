@@ -11,11 +11,21 @@ from harness import Kernel
 
 def test_streams_are_apart_and_in_order(shared: Kernel) -> None:
     cell = shared.run("import sys\nprint('a'); print('b', file=sys.stderr); print('c')")
-    assert [(e["stream"], e["text"]) for e in cell.of("stream")] == [
-        ("stdout", "a\n"),
-        ("stderr", "b\n"),
-        ("stdout", "c\n"),
-    ]
+    merged: list[list[str]] = []
+    for event in cell.of("stream"):
+        if not merged or merged[-1][0] != event["stream"]:
+            merged.append([event["stream"], ""])
+        merged[-1][1] += event["text"]
+    assert merged == [["stdout", "a\n"], ["stderr", "b\n"], ["stdout", "c\n"]]
+
+
+def test_lines_are_whole_and_flush_sends_what_is_not_one(shared: Kernel) -> None:
+    shared.run("import os, sys\nos.path.exists('line') or os.mkfifo('line')")
+    exec_id = shared.execute("print('a line')\nprint('50%', end='', flush=True)\nopen('line').read()\nprint('!')")
+    shared.wait_text(exec_id, "50%")
+    (shared.workspace / "line").open("w").close()
+    shared.wait_state(exec_id)
+    assert shared.cell(exec_id).text() == "a line\n50%!\n"
 
 
 def test_interleaved_cells_of_two_clients_never_mix(shared: Kernel) -> None:
