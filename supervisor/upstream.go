@@ -155,7 +155,8 @@ func (s *Supervisor) takeUpstream(st *saved) {
 		}
 		s.up.names[key] = f.Name()
 		// The file's number goes on; its owner will be another os.File.
-		fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 3)
+		// Not Fd, which makes it blocking, and with it every other process's copy.
+		fd, err := unix.FcntlInt(uintptr(process.FD(f)), unix.F_DUPFD_CLOEXEC, 3)
 		f.Close()
 		if err != nil {
 			continue

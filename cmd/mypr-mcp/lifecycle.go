@@ -171,7 +171,11 @@ func shutdown(ctx context.Context, l *workspace.Location) error {
 		return err
 	}
 	lock.Close()
-	for _, path := range []string{l.Socket, l.Control} {
+	made := []string{l.Socket, l.Control}
+	if l.Supervisor != nil && l.Supervisor.Mode == "systemd" {
+		made = made[1:] // the other may be of a socket unit, and stay for the next session
+	}
+	for _, path := range made {
 		if _, err := os.Lstat(path); err == nil {
 			return rpc.Errorf(rpc.CodeInternal, "the supervisor ended but left %s", path).WithHint("mypr-mcp status")
 		}
