@@ -414,6 +414,8 @@ class Kernel:
                 "error": f"{kind}: {reason}" if reason else kind,
                 "error_info": {"code": "cancelled", "type": kind, "message": reason or "cancelled"},
             }
+        if cancelled and cell.reason:
+            return fields  # the kernel did it: where the cell waited is no news
         try:
             own = isinstance(error, SyntaxError) and error.filename == cell.filename
             text = errors.traceback_text(error, own_syntax=own and _of_compile(error))

@@ -53,6 +53,7 @@ def test_sigterm_ends_orderly(kernel: Kernel) -> None:
     assert state["state"] == "cancelled"
     assert "told to stop" in state["error"]
     assert kernel.cell(waiting).text() == "cleanup\n"
+    assert kernel.cell(waiting).traceback == ""
     assert (kernel.workspace / "at exit").exists()
 
 
