@@ -337,9 +337,18 @@ func (a api) StartTransient(ctx context.Context, p control.TransientParams, file
 				closeAll(t.files)
 				t.files, t.FDNames = nil, nil
 			}
-			answer(t, ends)
+			if !p.Wait || result != jobDone {
+				answer(t, ends)
+				return
+			}
+			u.waiters = append(u.waiters, &waiter{invocation: u.Invocation, answer: func(st control.UnitStatus) {
+				t.Unit = st
+				answer(t, nil)
+			}})
+			u.answerWaiters()
 		}
 		if err := u.openStdio(); err != nil {
+			s.unload(u)
 			answer(transient{}, fmt.Errorf("cannot start %s: %w", u.name, err))
 			return
 		}
@@ -364,6 +373,10 @@ func checkTransient(p control.TransientParams, files []*os.File) error {
 	}
 	if len(p.Unit.Service.ExecStart) == 0 {
 		return rpc.Errorf(rpc.CodeInvalidRequest, "%s has no ExecStart=", p.Unit.Name)
+	}
+	if p.Wait && (p.NoWait || slices.Contains([]string{p.Unit.Service.StandardInput, p.Unit.Service.StandardOutput, p.Unit.Service.StandardError}, spec.StdioPipe) ||
+		p.Unit.Service.StandardInput == spec.StdioPTY) {
+		return rpc.Errorf(rpc.CodeInvalidRequest, "wait goes neither with no_wait nor with pipes or a pty: their ends would come with the answer")
 	}
 	if len(files) != len(p.FDNames) {
 		return rpc.Errorf(rpc.CodeInvalidRequest, "%d descriptors came for %d names", len(files), len(p.FDNames))

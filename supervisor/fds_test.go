@@ -229,6 +229,33 @@ func TestCollectMode(t *testing.T) {
 	}
 }
 
+// One round trip for a command whose streams are the client's own.
+func TestStartAndWait(t *testing.T) {
+	tiers(t, func(t *testing.T, tier int) {
+		e := start(t, tier)
+		out, err := os.Create(e.dir + "/out")
+		e.must(err)
+		defer out.Close()
+		u := shell("w.service", "echo done; exit 3")
+		u.Service.StandardOutput, u.CollectMode = "fd:out", "inactive-or-failed"
+		r, _, err := e.c.StartTransient(e.ctx, control.TransientParams{Unit: u, Wait: true, FDNames: []string{"out"}}, out)
+		e.must(err)
+		b, _ := os.ReadFile(out.Name())
+		if r.Result != "done" || r.Unit.ActiveState != "failed" || r.Unit.ExitCode != 3 || string(b) != "done\n" {
+			t.Errorf("%+v, output %q", r, b)
+		}
+		u = &spec.Unit{Name: "w.service", Service: &spec.Service{Type: spec.TypeExec, ExecStart: []spec.Command{cmd("/no/such")}}}
+		if r, _, err = e.c.StartTransient(e.ctx, control.TransientParams{Unit: u, Wait: true}); err != nil || r.Result != "failed" {
+			t.Errorf("%+v %v", r, err)
+		}
+		u = shell("p.service", "true")
+		u.Service.StandardOutput = spec.StdioPipe
+		if _, _, err = e.c.StartTransient(e.ctx, control.TransientParams{Unit: u, Wait: true}); rpc.CodeOf(err) != rpc.CodeInvalidRequest {
+			t.Errorf("with a pipe: %v", err)
+		}
+	})
+}
+
 // A transient definition stands in for a unit file until it is released.
 func TestTransientInPlaceOfFile(t *testing.T) {
 	file := &spec.Unit{Name: "k.service", Description: "from the file", Service: &spec.Service{}}

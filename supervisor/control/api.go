@@ -159,10 +159,13 @@ type (
 	// a Standard…=fd:NAME refers to becomes that stream, every other one is passed in
 	// LISTEN_FDS. An inactive or failed transient unit of the same name is replaced;
 	// for a name with a unit file, Unit stands in place of the file until released.
+	// With Wait the answer comes when the run has ended, with its last status: one round
+	// trip for a command whose streams the client passes itself.
 	TransientParams struct {
 		Unit    *spec.Unit `json:"unit"`
 		FDNames []string   `json:"fd_names,omitempty"`
 		NoWait  bool       `json:"no_wait,omitempty"`
+		Wait    bool       `json:"wait,omitempty"`
 	}
 	// TransientResult comes with the client's ends of the pipes or the pty master,
 	// named in FDNames: stdin, stdout, stderr, pty.
