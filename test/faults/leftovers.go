@@ -15,6 +15,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"mypr/internal/api"
 	"mypr/supervisor/control"
 )
@@ -157,8 +159,32 @@ func (v *leftovers) crash() error {
 	if _, err := must(f, "import os; mark = os.getpid()"); err != nil {
 		return err
 	}
+	supervisor, err := v.s.target("supervisor")
+	if err != nil {
+		return err
+	}
+	for _, p := range v.s.processes() {
+		if pid, _ := strconv.Atoi(strings.Fields(p)[0]); strings.Contains(p, "mypr-anchor") {
+			if err := kill(pid); err != nil {
+				return err
+			}
+		}
+	}
+	// The supervisor starts another anchor at once; both die now.
+	if err := syscall.Kill(supervisor, syscall.SIGSTOP); err != nil {
+		return err
+	}
+	for _, p := range v.s.processes() {
+		if pid, _ := strconv.Atoi(strings.Fields(p)[0]); strings.Contains(p, "mypr-anchor") {
+			if err := kill(pid); err != nil {
+				return err
+			}
+		}
+	}
 	began := time.Now()
-	v.killed("mypr-anchor", " supervise ")
+	if err := kill(supervisor); err != nil {
+		return err
+	}
 	err = v.s.ask(func(ctx context.Context, c *control.Client) error { return nil })
 	for until := time.Now().Add(5 * time.Second); err != nil && time.Now().Before(until); {
 		time.Sleep(5 * time.Millisecond) // the socket is not there: nothing to wait on
@@ -328,10 +354,19 @@ func (v *leftovers) deleted() error {
 	out, err := v.s.command(ctx, "exec", "print(6 * 7)").CombinedOutput()
 	v.check(".mypr deleted while it runs: answered or refused with what to do", ctx.Err() == nil && (err == nil && strings.Contains(string(out), "42") || strings.Contains(string(out), "next:")), fmt.Sprintf("%v %s", err, out))
 	fmt.Printf("    %s\n", strings.ReplaceAll(strings.TrimSpace(string(out)), "\n", "\n    "))
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
 	if err := v.s.ask(func(ctx context.Context, c *control.Client) error {
 		return c.Shutdown(ctx, control.ShutdownParams{Reason: "test"})
 	}); err != nil {
 		return fmt.Errorf("pid %d: %w", pid, err)
 	}
-	return nil
+	for {
+		if _, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(patience.Milliseconds())); err != unix.EINTR {
+			return err
+		}
+	}
 }

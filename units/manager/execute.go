@@ -127,6 +127,9 @@ func (m *Manager) admit(c *connection, p api.ExecuteParams) (*run, *store.Entity
 	m.wantKernelLocked()
 	m.admitting++
 	generation := m.kernel.gen
+	if m.kernel.presumed && p.Generation == "" {
+		generation = "" // the cell is for whatever kernel there turns out to be
+	}
 	m.mu.Unlock()
 	admitted := func() {
 		m.mu.Lock()

@@ -36,6 +36,7 @@ type kernelState struct {
 	phase    string
 	detail   string // the step of the preparation, or why it is down
 	gen      string // the generation that runs, also while its process has yet to connect; "" while there is none
+	presumed bool   // gen is what an earlier manager knew; nobody has confirmed that it still runs
 	acked    int64  // last durable event of gen
 	link     *link  // nil while it is not connected
 	newest   int64  // number of the newest connection that was taken
@@ -495,6 +496,8 @@ func (m *Manager) unitChanged(u control.UnitStatus) {
 		if len(m.waiting()) > 0 {
 			m.wantKernelLocked()
 		}
+	case k.phase == phaseNone && len(m.waiting()) > 0:
+		m.wantKernelLocked() // they came while the ended one was presumed to run
 	}
 }
 
@@ -537,6 +540,9 @@ func (m *Manager) adopt(generation string) bool {
 func (m *Manager) adoptLocked(generation string) bool {
 	m.mu.Lock()
 	current, over := m.kernel.gen, m.over[generation]
+	if current == generation {
+		m.kernel.presumed = false
+	}
 	m.mu.Unlock()
 	if current == generation || over {
 		return !over
@@ -548,8 +554,9 @@ func (m *Manager) adoptLocked(generation string) bool {
 	m.store.Submit(&store.Op{Keep: true, Apply: func(t *store.Tx) error { return t.Begin(generation, at) }})
 	m.mu.Lock()
 	k := &m.kernel
-	k.gen, k.acked, k.blocked, k.ending = generation, 0, nil, nil
+	k.gen, k.presumed, k.acked, k.blocked, k.ending = generation, false, 0, nil, nil
 	k.setPhase(phaseStarting, "its process has yet to connect")
+	m.supWake() // its connection may wait for this word
 	m.mu.Unlock()
 	if err := m.recordRuntime(); err != nil {
 		m.log.Warn("cannot record the runtime", "error", err)
@@ -742,7 +749,7 @@ func (m *Manager) endKernelLocked(generation string, u control.UnitStatus) {
 	m.lastEnd = endedGeneration{generation, state, info}
 	m.over[generation] = true
 	k := &m.kernel
-	k.gen, k.link, k.blocked, k.acked = "", nil, nil, 0
+	k.gen, k.presumed, k.link, k.blocked, k.acked = "", false, nil, nil, 0
 	k.python, k.executable, k.mode, k.modeReason, k.pid = "", "", "", "", 0
 	k.setPhase(afterEnd(u))
 	if how == nil {
@@ -959,7 +966,7 @@ func (m *Manager) resume() error {
 		return err
 	}
 	if current != nil {
-		m.kernel.gen, m.kernel.acked = current.Generation, current.Acked
+		m.kernel.gen, m.kernel.presumed, m.kernel.acked = current.Generation, true, current.Acked
 		m.kernel.phase, m.kernel.detail = phaseStarting, "this manager is new; the kernel connects again if it lives"
 	} else if len(m.live) > 0 {
 		m.mu.Lock()
