@@ -609,6 +609,18 @@ func TestLargeOutput(t *testing.T) {
 	}
 }
 
+// readAll reads the output of an execution to its end and returns its length.
+func readAll(t testing.TB, p *peer, id string) (n int) {
+	t.Helper()
+	for cursor := int64(0); ; {
+		x := p.poll(api.PollParams{ExecID: id, Cursor: &cursor, MaxBytes: ptr(int64(api.MaxBytes)), WaitMS: ptr(int64(api.MaxWaitMS))})
+		n += len(text(x))
+		if cursor = x.Cursor; api.Terminal(x.State) && !x.HasMore {
+			return n
+		}
+	}
+}
+
 // No descriptor is left behind by a manager's life.
 func TestDescriptors(t *testing.T) {
 	count := func() int {

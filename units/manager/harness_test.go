@@ -8,9 +8,11 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -413,6 +415,9 @@ func (s *fakeSupervisor) startKernel() {
 }
 
 func (c *fakeControl) Stop(_ context.Context, p control.JobParams) (control.JobResult, error) {
+	if k := c.s.current(); k != nil {
+		k.terminate()
+	}
 	c.s.die(control.UnitStatus{ActiveState: control.Inactive, SubState: "dead", Result: "success", ExitKnown: true, ExitSignal: 15})
 	c.s.mu.Lock()
 	defer c.s.mu.Unlock()
@@ -489,6 +494,8 @@ type fakeKernel struct {
 	once sync.Once
 	wg   sync.WaitGroup
 
+	socket atomic.Pointer[net.Conn] // the connection, for kill
+
 	mu       sync.Mutex
 	conn     net.Conn
 	welcomed bool
@@ -507,17 +514,27 @@ type fakeKernel struct {
 type event struct {
 	seq  int64
 	line []byte
+	ends string // the cell whose end it is
 }
 
 func (k *fakeKernel) kill() {
 	k.once.Do(func() {
 		close(k.dead)
-		k.mu.Lock()
-		defer k.mu.Unlock()
-		if k.conn != nil {
-			k.conn.Close()
+		if c := k.socket.Load(); c != nil { // not under mu: somebody may hang in a write
+			(*c).Close()
 		}
 	})
+}
+
+// terminate does what the real kernel does on SIGTERM before it exits: every live cell
+// is cancelled.
+func (k *fakeKernel) terminate() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for id := range k.cells {
+		k.emit("error", id, map[string]any{"text": "Traceback\nCancelledError"})
+		k.emit("state", id, map[string]any{"state": "cancelled", "error": "cancelled: the kernel was told to stop"})
+	}
 }
 
 func (k *fakeKernel) serve() {
@@ -532,12 +549,13 @@ func (k *fakeKernel) serve() {
 		if err != nil {
 			return
 		}
-		k.mu.Lock()
+		k.socket.Store(&conn)
 		select {
 		case <-k.dead:
 			conn.Close()
 		default:
 		}
+		k.mu.Lock()
 		k.conn, k.welcomed = conn, false
 		k.conns++
 		first := k.seq + 1
@@ -573,7 +591,11 @@ func (k *fakeKernel) emit(kind, exec string, fields map[string]any) {
 	}
 	line, _ := json.Marshal(m)
 	line = append(line, '\n')
-	k.ring = append(k.ring, event{k.seq, line})
+	e := event{seq: k.seq, line: line}
+	if kind == "state" && fields["state"] != "running" {
+		e.ends = exec
+	}
+	k.ring = append(k.ring, e)
 	if k.conn != nil && k.welcomed {
 		_, _ = k.conn.Write(line)
 	}
@@ -598,6 +620,9 @@ func (k *fakeKernel) read(conn net.Conn) {
 		switch m.Type {
 		case "welcome", "ack":
 			for len(k.ring) > 0 && k.ring[0].seq <= max(m.Ack, m.Seq) {
+				if id := k.ring[0].ends; id != "" {
+					k.seen = slices.DeleteFunc(k.seen, func(s string) bool { return s == id })
+				}
 				k.ring = k.ring[1:]
 			}
 			if m.Type == "welcome" {

@@ -238,6 +238,9 @@ func (l *link) event(msg *wire.FromKernel) error {
 	if c.ended { // output that comes after the end, or of a cell that nobody knows
 		return nil
 	}
+	if (msg.Event == wire.EventError || msg.Event == wire.EventState && msg.State != api.Running) && l.asked(c.run) {
+		return nil // the kernel ends it with all the others; how it ends is decided here
+	}
 	c.at = msg.Time
 	e := api.Event{Time: msg.Time, Text: msg.Text}
 	switch msg.Event {
@@ -270,6 +273,14 @@ func (l *link) event(msg *wire.FromKernel) error {
 	l.size += len(msg.Text) + 64
 	c.batch.Add(e)
 	return nil
+}
+
+// asked reports whether it was this cell that asked for the end of the kernel.
+func (l *link) asked(r *run) bool {
+	l.m.mu.Lock()
+	defer l.m.mu.Unlock()
+	k := &l.m.kernel
+	return k.gen == l.generation && k.ending != nil && k.ending.origin == r
 }
 
 // transition takes a new state of the kernel's.
@@ -325,12 +336,8 @@ func (l *link) flush() {
 		}
 		if how := m.kernel.ending; how != nil && c.state == api.Cancelled && m.kernel.gen == l.generation {
 			// The kernel cancels what runs when it is told to stop. Why it was told is ours to say.
-			if how.origin == c.run {
-				c.state, c.final, c.events = "", nil, nil
-			} else {
-				_, info := endInfo(l.generation, how, control.UnitStatus{})
-				c.explain(info)
-			}
+			_, info := endInfo(l.generation, how, control.UnitStatus{})
+			c.explain(info)
 		}
 		s := m.stage(c)
 		lazy = lazy && len(s.data) == 0 && !api.Terminal(s.entity.State)

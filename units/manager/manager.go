@@ -149,7 +149,6 @@ type Manager struct {
 	sup         Supervisor      // nil while there is no connection
 	supChanged  chan struct{}   // closed and replaced when sup or the unit's state changes
 	unit        control.UnitStatus
-	unitKnown   bool // unit is what the supervisor of this connection said
 	resetting   bool
 	stopping    *connection // the connection that asked for a stop
 	stopReason  string
