@@ -113,7 +113,7 @@ func properties() ([]string, error) {
 	var args []string
 	for _, o := range options {
 		switch o.Name {
-		case "Description", "Documentation", "Requires", "After", "ExecStart", "ExecReload", "Slice", "WantedBy":
+		case "Description", "Documentation", "Requires", "After", "ExecStart", "ExecReload", "Slice", "NonBlocking", "WantedBy":
 		default:
 			args = append(args, "-p", o.Name+"="+o.Value)
 		}

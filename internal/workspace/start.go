@@ -212,6 +212,8 @@ func (w *Workspace) spawn(ctx context.Context, opts StartOptions, lock *Lock) er
 			wr.Close()
 			return err
 		}
+		fmt.Fprintf(log, "time=%s level=WARN msg=%q\n", time.Now().Format(time.RFC3339), err.Error()+"; the session ends with this login")
+		logged, _ = log.Seek(0, io.SeekEnd)
 	}
 	message, err := json.Marshal(starterMessage{ReadyFD: 3, LockFD: 4, Origin: opts.Origin})
 	if err != nil {
@@ -302,10 +304,10 @@ func (w *Workspace) spawnService(ctx context.Context, m *systemd.Manager, exe st
 			stop()
 			return errNoService
 		}
-	case <-started: // failed, as it never took what it needs
+	case err := <-started: // failed, as it never took what it needs
 		l.Close()
 		stop()
-		return errNoService
+		return fmt.Errorf("%w: %w", errNoService, err)
 	case <-ctx.Done():
 		return fmt.Errorf("stopped waiting for the runtime of %s to start, which goes on: %w", w.Dir, context.Cause(ctx))
 	}

@@ -180,6 +180,7 @@ func inside() (int, error) {
 	mount("proc", "/proc", "proc", "")
 	mount("tmpfs", "/run", "tmpfs", "mode=755")
 	mount("cgroup2", "/sys/fs/cgroup", "cgroup2", "")
+	mount("tmpfs", "/var/log", "tmpfs", "mode=755") // a journal on disk has a file for each user
 	if err != nil {
 		return 1, err
 	}
@@ -195,14 +196,15 @@ func inside() (int, error) {
 		}
 	}
 	err = errors.Join(os.Chmod(run, 0o700),
-		os.WriteFile("/run/systemd/journald.conf.d/test.conf", []byte("[Journal]\nStorage=volatile\nReadKMsg=no\nAudit=no\nForwardToSyslog=no\nRateLimitBurst=0\n"), 0o644),
+		os.WriteFile("/run/systemd/journald.conf.d/test.conf", []byte("[Journal]\nStorage=persistent\nReadKMsg=no\nAudit=no\nForwardToSyslog=no\nRateLimitBurst=0\n"), 0o644),
+		os.WriteFile("/run/systemd/journal/flushed", nil, 0o644),
 		os.WriteFile("/sys/fs/cgroup/tests/cgroup.procs", []byte("1"), 0))
 	if err != nil {
 		return 1, err
 	}
 	// As tmpfiles would have it, so that the group can read the journal.
 	if id, ierr := os.ReadFile("/etc/machine-id"); ierr == nil && len(groups) == 2 {
-		for _, dir := range []string{"/run/log", "/run/log/journal", "/run/log/journal/" + strings.TrimSpace(string(id))} {
+		for _, dir := range []string{"/var/log/journal", "/var/log/journal/" + strings.TrimSpace(string(id))} {
 			err = errors.Join(err, os.Mkdir(dir, 0o755), os.Chown(dir, 0, int(groups[1])), os.Chmod(dir, 0o755|os.ModeSetgid))
 		}
 	}

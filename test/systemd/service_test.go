@@ -2,6 +2,7 @@ package systemd
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -54,11 +55,20 @@ func (s *session) cli(args ...string) (string, error) {
 	return command(s.t, s.env, bin, append([]string{"-C", s.dir, "--json=false"}, args...)...)
 }
 
+// last is the last line: warnings come before it.
+func last(out string) string {
+	out = strings.TrimSpace(out)
+	return out[strings.LastIndexByte(out, '\n')+1:]
+}
+
 func (s *session) ok(args ...string) string {
 	s.t.Helper()
 	out, err := s.cli(args...)
 	if err != nil {
 		s.t.Fatalf("mypr-mcp %q: %v\n%s\n%s", args, err, out, s.log())
+	}
+	if args[0] == "exec" {
+		return last(out)
 	}
 	return strings.TrimSpace(out)
 }
@@ -515,10 +525,26 @@ func TestJournal(t *testing.T) {
 	s.ok("exec", "1")
 	kernel := s.status().Status.Generation
 	s.ok("stop")
-	must(t, "journalctl", "--sync")
-	out := must(t, "journalctl", "--user", "--no-pager", "-q", "-o", "json", "-u", s.service(), "MYPR_WORKSPACE="+s.dir)
+	// Following, it waits for what journald has not written yet.
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "journalctl", "--user", "--no-pager", "-q", "-f", "-n", "all", "-o", "json", "-u", s.service(), "MYPR_WORKSPACE="+s.dir)
+	pipe, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		cancel()
+		_ = cmd.Wait()
+	}()
 	units, invocations := map[string]bool{}, map[string]bool{}
-	for line := range strings.Lines(out) {
+	out := ""
+	for lines := bufio.NewScanner(pipe); !strings.Contains(out, "supervisor ends") && lines.Scan(); {
+		line := lines.Text()
+		out += line + "\n"
 		var e map[string]any
 		if err := json.Unmarshal([]byte(line), &e); err != nil {
 			t.Fatal(err)
