@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -65,6 +66,8 @@ const supervisorLock = "supervisor.lock"
 const lockPatience = 5 * time.Second
 
 func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service *systemd.Service) error {
+	// It lives long and has little to do: its memory matters, its collector's time does not.
+	debug.SetGCPercent(25)
 	// The umask stays the user's: cells and jobs make files that are the user's, not
 	// ours. Ours name their modes, and .mypr is closed.
 	keep := map[string]*os.File{}
