@@ -17,7 +17,7 @@ STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 FUZZTIME    ?= 3s
 GO_PACKAGES := ./...
 
-.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-faults faults
+.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-faults faults
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -30,7 +30,7 @@ run: build ## run a cell in the session of DIR (default: here): make run CODE='1
 	$(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
 
 test: build setup ## install what the tests need and run all of them
-	@$(MAKE) --no-print-directory lint test-go test-fuzz test-python test-e2e test-faults
+	@$(MAKE) --no-print-directory lint test-go test-fuzz test-python test-e2e test-systemd test-faults
 
 setup: ## install what the tests need (test/.venv*, test/node_modules)
 	@test/setup.sh
@@ -52,17 +52,21 @@ test-python: ## kernel tests on the oldest and the newest Python
 	@test/python.sh
 
 test-faults: build ## faults in CI: survival, upgrades, recovery times, 30 random faults in each mode
-	$(GO) run ./test/faults -bin $(BIN) -n 30 -sleep 15 -rounds 3 survive upgrade recovery soak
+	$(GO) run ./test/faults -bin $(BIN) -n 30 -sleep 15 -rounds 3 survive upgrade leftovers recovery soak
 	$(GO) run ./test/faults -bin $(BIN) -n 30 -kernel soak
-	MYPR_TIER=3 $(GO) run ./test/faults -bin $(BIN) -n 15 -kernel soak
+	MYPR_TIER=3 $(GO) run ./test/faults -bin $(BIN) -n 15 -sleep 15 -kernel survive soak
+	$(GO) run ./test/faults -bin $(BIN) uml
 
 faults: build ## 300 random faults, then 300 with kernels killed too, and what survives what
 	$(GO) run ./test/faults -bin $(BIN) -n 300 soak
 	$(GO) run ./test/faults -bin $(BIN) -n 300 -kernel soak
-	$(GO) run ./test/faults -bin $(BIN) survive upgrade recovery
+	$(GO) run ./test/faults -bin $(BIN) survive upgrade leftovers recovery uml
 
 test-e2e: build ## the built program with real MCP clients
-	CGO_ENABLED=1 MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) test -race -count=1 -timeout 10m ./test/...
+	CGO_ENABLED=1 MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) test -race -count=1 -timeout 10m $$($(GO) list ./test/... | grep -v /test/systemd)
+
+test-systemd: build ## the built program under a real systemd --user, and a booted systemd
+	MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) test -count=1 -timeout 5m ./test/systemd/...
 
 bench: build ## measure against the floors, side by side
 	MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) run ./test/bench

@@ -16,6 +16,11 @@ command -v python3 >/dev/null || apt_install python3 python3-venv
 command -v npm >/dev/null || apt_install nodejs npm
 command -v rg >/dev/null || apt_install ripgrep
 command -v git >/dev/null || apt_install git
+# A systemd to test under, and somebody whose systemd that is.
+[ -x /lib/systemd/systemd ] && command -v systemd-nspawn >/dev/null || apt_install systemd systemd-container libpam-systemd dbus-user-session
+[ "$(id -u)" != 0 ] || id mypr-test >/dev/null 2>&1 || useradd --no-create-home --shell /bin/sh mypr-test
+# A second kernel, with cgroup controllers, for the tests of limits.
+command -v linux.uml >/dev/null || apt_install user-mode-linux
 
 # Interpreters as "3.11 /path", oldest first. A version manager's shims come last on
 # the list of places because they answer for one version only.
