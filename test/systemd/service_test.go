@@ -684,8 +684,8 @@ func (s *session) killFirst(cmd *exec.Cmd, more func()) {
 	f.call("initialize", map[string]any{"protocolVersion": "2025-06-18", "capabilities": map[string]any{}, "clientInfo": map[string]any{"name": "test", "version": "1"}})
 	f.tool("init", map[string]any{})
 	f.runs("y = '"+mark+"'", "")
-	_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
 	more()
+	_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
 	_ = cmd.Wait()
 	if got := s.ok("exec", "y"); !strings.Contains(got, mark) {
 		s.t.Errorf("after the end of the first client: %s", got)
