@@ -25,6 +25,8 @@ type bench struct {
 	env  []string
 	rows []row
 	ctx  context.Context
+
+	socket string // the runtime's, for execute
 }
 
 // row is one line of the table. Floor and ratio are "" where there is none.

@@ -100,79 +100,106 @@ func payload(line []byte) (*api.ExecResult, error) {
 func (b *bench) python() string { return filepath.Join(b.dir, ".mypr", "venv", "bin", "python") }
 
 // floorLoop is two Python processes on a socketpair: one sends a JSON line, the other
-// evaluates it and answers with one. It prints the round trips in nanoseconds.
+// evaluates it and answers with one. For each number on its input it makes so many
+// round trips and prints their nanoseconds on one line.
 const floorLoop = `
 import json, os, socket, sys, time
 a, b = socket.socketpair()
 if os.fork() == 0:
     a.close()
-    r, w = b.makefile("rb"), b
-    for line in r:
-        w.sendall(json.dumps({"result": repr(eval(json.loads(line)["code"]))}).encode() + b"\n")
+    for line in b.makefile("rb"):
+        b.sendall(json.dumps({"result": repr(eval(json.loads(line)["code"]))}).encode() + b"\n")
     os._exit(0)
 b.close()
 r = a.makefile("rb")
-for _ in range(int(sys.argv[1])):
-    t = time.perf_counter_ns()
-    a.sendall(json.dumps({"code": "1+1"}).encode() + b"\n")
-    json.loads(r.readline())
-    print(time.perf_counter_ns() - t)
+for n in sys.stdin:
+    took = []
+    for _ in range(int(n)):
+        t = time.perf_counter_ns()
+        a.sendall(json.dumps({"code": "1+1"}).encode() + b"\n")
+        json.loads(r.readline())
+        took.append(time.perf_counter_ns() - t)
+    print(*took, flush=True)
 `
 
+// execute measures in batches that take turns, so that all see the same machine.
 func (b *bench) execute() error {
-	const n = 2000
+	const batches, n = 20, 100
 	f, err := b.client()
 	if err != nil {
 		return err
 	}
-	var ours []time.Duration
-	for i := range n + 100 {
-		start := time.Now()
-		line, err := f.call("execute", `{"code":"1+1","wait_ms":10000}`)
-		took := time.Since(start)
-		if err != nil {
-			return err
-		}
-		if i < 100 { // warm up
+	r, err := b.status()
+	if err != nil {
+		return err
+	}
+	b.socket = r.Socket
+	floor := exec.CommandContext(b.ctx, b.python(), "-c", floorLoop)
+	in, err := floor.StdinPipe()
+	if err != nil {
+		return err
+	}
+	out, err := floor.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := floor.Start(); err != nil {
+		return err
+	}
+	lines := bufio.NewScanner(out)
+	lines.Buffer(nil, 1<<20)
+	var ours, direct, bare []time.Duration
+	for i := range batches + 1 {
+		var batch []time.Duration
+		for range n {
+			start := time.Now()
+			line, err := f.call("execute", `{"code":"1+1","wait_ms":10000}`)
+			batch = append(batch, time.Since(start))
+			if err != nil {
+				return err
+			}
+			if i > 0 {
+				continue
+			}
 			if r, err := payload(line); err != nil || r.State != api.Succeeded {
 				return fmt.Errorf("the cell did not succeed: %v %.300s", err, line)
 			}
-			continue
 		}
-		ours = append(ours, took)
-	}
-	if err := f.close(); err != nil {
-		return err
-	}
-	direct, err := b.direct(n)
-	if err != nil {
-		return err
-	}
-	out, err := exec.CommandContext(b.ctx, b.python(), "-c", floorLoop, strconv.Itoa(n)).Output()
-	if err != nil {
-		return err
-	}
-	var floor []time.Duration
-	for s := range strings.FieldsSeq(string(out)) {
-		ns, err := strconv.ParseInt(s, 10, 64)
+		plain, err := b.direct(n)
 		if err != nil {
 			return err
 		}
-		floor = append(floor, time.Duration(ns))
+		if _, err := fmt.Fprintln(in, n); err != nil {
+			return err
+		}
+		if !lines.Scan() {
+			return fmt.Errorf("the floor ended: %w", lines.Err())
+		}
+		if i == 0 {
+			continue // warms up
+		}
+		ours, direct = append(ours, batch...), append(direct, plain...)
+		for s := range strings.FieldsSeq(lines.Text()) {
+			ns, err := strconv.ParseInt(s, 10, 64)
+			if err != nil {
+				return err
+			}
+			bare = append(bare, time.Duration(ns))
+		}
 	}
-	b.ratio("execute 1+1 over stdio, p50 (floor: two Pythons on a socketpair)", percentile(ours, 0.5), percentile(floor, 0.5), 8)
-	b.ratio("execute 1+1 over stdio, p99", percentile(ours, 0.99), percentile(floor, 0.99), 0)
-	b.ratio("execute 1+1 at the runtime socket, without a front end, p50", percentile(direct, 0.5), percentile(floor, 0.5), 0)
+	in.Close()
+	if err := errors.Join(f.close(), floor.Wait()); err != nil {
+		return err
+	}
+	b.ratio("execute 1+1 over stdio, p50 (floor: two Pythons on a socketpair)", percentile(ours, 0.5), percentile(bare, 0.5), 8)
+	b.ratio("execute 1+1 over stdio, p99", percentile(ours, 0.99), percentile(bare, 0.99), 0)
+	b.ratio("execute 1+1 at the runtime socket, without a front end, p50", percentile(direct, 0.5), percentile(bare, 0.5), 0)
 	return nil
 }
 
 // direct executes without a front end, to tell its share.
 func (b *bench) direct(n int) ([]time.Duration, error) {
-	r, err := b.status()
-	if err != nil {
-		return nil, err
-	}
-	c := client.New(client.Options{Kind: "cli", Version: "bench", Ensure: func(context.Context) (string, error) { return r.Socket, nil }})
+	c := client.New(client.Options{Kind: "cli", Version: "bench", Ensure: func(context.Context) (string, error) { return b.socket, nil }})
 	defer c.Close()
 	id, wait := "direct", int64(10000)
 	if _, err := c.Init(b.ctx, api.InitParams{ClientID: &id}); err != nil {
