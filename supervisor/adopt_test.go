@@ -525,3 +525,32 @@ func TestReexec(t *testing.T) {
 		}
 	})
 }
+
+// A next supervisor with another tier still knows what the one before had started.
+func TestTierChangesOverAdoption(t *testing.T) {
+	for _, tiers := range [][2]int{{2, 3}, {3, 2}} {
+		t.Run(fmt.Sprint(tiers), func(t *testing.T) {
+			o := startOuter(t, tiers[0], true)
+			u := shell("t.service", fmt.Sprintf(escapists, "exec sleep 1000"))
+			u.Service.TimeoutStopSec = 50 * time.Millisecond
+			pids := o.startEscapists(u)
+			o.kill()
+			o.conf.Tier = tiers[1]
+			o.launch()
+			if st := o.status(u.Name); st.SubState != "running" {
+				t.Fatalf("%+v", st)
+			}
+			n := o.transient(shell("n.service", "exec sleep 1000"))
+			if now := []string{2: "cgroup", 3: "shim"}[tiers[1]]; n.Unit.Containment != now {
+				t.Errorf("a new unit: %+v", n.Unit)
+			}
+			_, err := o.c.Stop(o.ctx, control.JobParams{Name: u.Name})
+			o.must(err)
+			for _, pid := range pids {
+				if !gone(pid) {
+					t.Errorf("pid %d survived", pid)
+				}
+			}
+		})
+	}
+}

@@ -89,7 +89,7 @@ func (a api) Info(ctx context.Context) (control.Info, error) {
 			Started: s.started, Executable: s.opt.Executable, Tier: s.tier, TierReason: s.tierReason, Mode: s.opt.Mode,
 			ShuttingDown: s.shutting, Labels: s.opt.Labels,
 		}
-		if s.tree != nil {
+		if s.tier < 3 {
 			i.Cgroup, i.Controllers = s.tree.Dir, s.tree.Controllers
 		}
 		answer(i, nil)
@@ -544,12 +544,19 @@ func (u *unit) answerWaiters() {
 	})
 }
 
+// subscriberMax is how many events wait for a subscriber that does not read. A gap would
+// be worse than an end: a subscriber that is slower loses its connection.
+var subscriberMax = 10_000
+
 // subscription carries events to one subscriber.
 type subscription struct {
 	names []string
-	mu    sync.Mutex // guards queue
+	mu    sync.Mutex // guards the fields below
 	queue []control.UnitEvent
-	wake  chan struct{}
+	lost  bool // it was too slow
+
+	onLost func()
+	wake   chan struct{}
 }
 
 func (sub *subscription) send(e control.UnitEvent) {
@@ -557,7 +564,14 @@ func (sub *subscription) send(e control.UnitEvent) {
 		return
 	}
 	sub.mu.Lock()
-	sub.queue = append(sub.queue, e)
+	switch {
+	case sub.lost:
+	case len(sub.queue) >= subscriberMax:
+		sub.lost, sub.queue = true, nil
+		go sub.onLost() // closes a connection; its own goroutine may be stuck in a write
+	default:
+		sub.queue = append(sub.queue, e)
+	}
 	sub.mu.Unlock()
 	select {
 	case sub.wake <- struct{}{}:
@@ -576,8 +590,8 @@ func (s *Supervisor) wantsEvents(u *unit) bool {
 	return false
 }
 
-func (a api) Subscribe(ctx context.Context, p control.SubscribeParams, event func(control.UnitEvent)) ([]control.UnitStatus, error) {
-	sub := &subscription{names: p.Names, wake: make(chan struct{}, 1)}
+func (a api) Subscribe(ctx context.Context, p control.SubscribeParams, event func(control.UnitEvent), lost func()) ([]control.UnitStatus, error) {
+	sub := &subscription{onLost: lost, names: p.Names, wake: make(chan struct{}, 1)}
 	list, err := ask(ctx, a.s, func(answer func([]control.UnitStatus, error)) {
 		a.s.subs[sub] = struct{}{}
 		list := []control.UnitStatus{}
@@ -600,9 +614,13 @@ func (a api) Subscribe(ctx context.Context, p control.SubscribeParams, event fun
 				return
 			}
 			sub.mu.Lock()
-			batch := sub.queue
+			batch, gap := sub.queue, sub.lost
 			sub.queue = nil
 			sub.mu.Unlock()
+			if gap {
+				a.s.queue.post(func() { delete(a.s.subs, sub) })
+				return
+			}
 			for _, e := range batch {
 				event(e)
 			}

@@ -49,7 +49,7 @@ const frozenTimeout = 5 * time.Second
 
 func (s *Supervisor) newBox(u *unit) (box, error) {
 	name := u.name + "-" + u.Invocation
-	if s.tree == nil {
+	if s.tier == 3 {
 		return s.newShimBox(u)
 	}
 	sv := u.def.Service

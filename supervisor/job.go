@@ -264,7 +264,8 @@ func (u *unit) beginStart() {
 		}
 	}
 	if j.auto {
-		u.AutoStarts = append(u.AutoStarts, time.Now())
+		// Without a limit nobody looks at the older ones.
+		u.AutoStarts = append(u.AutoStarts[max(0, len(u.AutoStarts)-max(64, u.def.StartLimitBurst)):], time.Now())
 		u.Restarts++
 	}
 	switch {

@@ -1,12 +1,15 @@
 package supervisor_test
 
 import (
+	"io"
+	"net"
 	"os"
 	"strings"
 	"testing"
 	"time"
 
 	"mypr/internal/rpc"
+	"mypr/supervisor"
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
 )
@@ -256,4 +259,32 @@ func TestShutdownRequest(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A subscriber that does not read loses its connection; the supervisor goes on.
+func TestDeafSubscriber(t *testing.T) {
+	t.Cleanup(supervisor.SetSubscriberMax(100))
+	e := start(t, 2)
+	c, err := net.Dial("unix", e.opt.ControlPath)
+	e.must(err)
+	defer c.Close()
+	_, err = c.Write([]byte(`{"id":1,"method":"subscribe"}` + "\n"))
+	e.must(err)
+	u := shell("x.service", "exec sleep 1000")
+	u.Description = strings.Repeat("x", 4000)
+	e.define(u)
+	e.must(e.c.DaemonReload(e.ctx))
+	for range 150 { // three events each, more than fits between
+		_, err := e.c.Start(e.ctx, control.JobParams{Name: u.Name, NoWait: true})
+		e.must(err)
+		_, err = e.c.Stop(e.ctx, control.JobParams{Name: u.Name})
+		e.must(err)
+	}
+	_ = c.SetReadDeadline(time.Now().Add(deadline))
+	if _, err := io.Copy(io.Discard, c); err != nil {
+		t.Errorf("the connection did not end: %v", err)
+	}
+	if _, err := e.c.Info(e.ctx); err != nil {
+		t.Error(err)
+	}
 }

@@ -46,19 +46,17 @@ func (s *Supervisor) sender(m *notify.Message) (*unit, *proc) {
 // unitOf finds the unit in whose box pid is.
 func (s *Supervisor) unitOf(pid int) *unit {
 	if s.tree != nil {
-		name, ok := s.tree.GroupOf(pid)
-		if !ok {
+		if name, ok := s.tree.GroupOf(pid); ok {
+			for _, u := range s.units {
+				if u.Box != nil && u.Box.Cgroup == name {
+					return u
+				}
+			}
 			return nil
 		}
-		for _, u := range s.units {
-			if u.Box != nil && u.Box.Cgroup == name {
-				return u
-			}
-		}
-		return nil
 	}
 	for _, u := range s.units {
-		if u.box != nil && u.box.contains(pid) {
+		if b, ok := u.box.(*shimBox); ok && b.contains(pid) {
 			return u
 		}
 	}

@@ -686,7 +686,7 @@ func (u *unit) finish() {
 	u.Frozen = false
 	if b := u.box; b != nil {
 		u.OOMKills = max(u.OOMKills, b.oom())
-		if u.s.tree != nil && u.s.tree.Limits() {
+		if u.s.tier == 1 {
 			use := b.usage()
 			u.MemoryPeak, u.CPU = max(use.MemoryPeak, u.MemoryPeak), max(use.CPU, u.CPU)
 		}

@@ -104,7 +104,7 @@ type Supervisor struct {
 	// All below is the loop's.
 
 	poll       *poller
-	tree       *cgroup.Tree // nil in tier 3
+	tree       *cgroup.Tree // in tier 3 nil, or that of adopted units
 	tier       int
 	tierReason string
 	notify     *notify.Server
@@ -129,7 +129,7 @@ type Supervisor struct {
 
 	readyWait map[string]bool
 	takesOver bool // units of an earlier supervisor
-	ending    int // shims that were killed and have not gone yet
+	ending    int  // shims that were killed and have not gone yet
 	shutting  bool
 	done      bool
 	atEnd     []func()        // answers to shutdown requests
@@ -341,14 +341,14 @@ func (s *Supervisor) reap() {
 // openTree probes what contains the units best.
 func (s *Supervisor) openTree(before *saved) {
 	s.tier = 3
-	if s.opt.ForceTier >= 3 {
-		s.tierReason = "a lower tier was asked for"
-		return
-	}
 	var t *cgroup.Tree
 	var err error
 	if before != nil && before.Cgroup != "" {
 		t, err = cgroup.Open(before.Cgroup)
+	}
+	if s.opt.ForceTier >= 3 {
+		s.tree, s.tierReason = t, "a lower tier was asked for" // the tree is for what is adopted
+		return
 	}
 	if t == nil {
 		t, err = cgroup.Find(s.opt.CgroupParent, s.opt.CgroupName)

@@ -127,11 +127,11 @@ func (u *unit) status() control.UnitStatus {
 	}
 	if sv := u.def.Service; sv != nil {
 		st.MemoryMax = sv.MemoryMax
-		if u.s.tree == nil || !u.s.tree.Limits() {
+		if u.s.tier != 1 {
 			st.MemoryMax = 0 // not enforced here
 		}
 		st.Containment = "shim"
-		if u.s.tree != nil {
+		if _, shim := u.box.(*shimBox); !shim && u.s.tier < 3 || u.Box != nil && u.Box.Cgroup != "" {
 			st.Containment = "cgroup"
 		}
 	}

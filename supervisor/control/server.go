@@ -24,8 +24,9 @@ type Supervisor interface {
 	Release(context.Context, ReleaseParams) error
 	ResizeTTY(context.Context, ResizeParams) error
 	// Subscribe returns the present states and calls event for every later one, in
-	// order and from one goroutine, until ctx ends.
-	Subscribe(ctx context.Context, p SubscribeParams, event func(UnitEvent)) ([]UnitStatus, error)
+	// order and from one goroutine, until ctx ends. lost is called, last, when so many
+	// events wait that some were dropped.
+	Subscribe(ctx context.Context, p SubscribeParams, event func(UnitEvent), lost func()) ([]UnitStatus, error)
 	Wait(context.Context, WaitParams) (UnitStatus, error)
 	DaemonReload(context.Context) error
 	Reexec(context.Context, ReexecParams) error
@@ -85,7 +86,7 @@ func Handler(s Supervisor, conn *rpc.Conn) rpc.Handler {
 			return with(ctx, r, func(_ context.Context, p SubscribeParams) ([]UnitStatus, error) {
 				return s.Subscribe(conn.Context(), p, func(e UnitEvent) {
 					_ = conn.Notify(NotificationUnit, e)
-				})
+				}, conn.CloseAsync)
 			})
 		case MethodWait:
 			return with(ctx, r, s.Wait)

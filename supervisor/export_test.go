@@ -1,0 +1,9 @@
+package supervisor
+
+// SetSubscriberMax changes subscriberMax before a supervisor runs, and returns what
+// undoes it.
+func SetSubscriberMax(n int) func() {
+	old := subscriberMax
+	subscriberMax = n
+	return func() { subscriberMax = old }
+}
