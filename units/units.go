@@ -14,7 +14,7 @@ import (
 	"mypr/units/unitfile"
 )
 
-//go:embed *.service *.socket
+//go:embed *.service *.socket *.target
 var builtin embed.FS
 
 // Units that are incomplete as files: the manager completes them. A template of

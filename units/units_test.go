@@ -30,7 +30,7 @@ func write(t *testing.T, path, text string) {
 func TestBuiltinUnits(t *testing.T) {
 	l := loader(t)
 	names, err := l.Names()
-	if want := []string{"kernel.service", "kernel.socket", "manager.service", "runtime.socket"}; err != nil || !slices.Equal(names, want) {
+	if want := []string{"kernel.service", "kernel.socket", "manager-lost.target", "manager.service", "runtime.socket"}; err != nil || !slices.Equal(names, want) {
 		t.Fatalf("names %q, %v; want %q", names, err, want)
 	}
 	unit := func(name string) *spec.Unit {

@@ -85,6 +85,7 @@ func (c *cli) command() *cobra.Command {
 		c.resetCommand(), c.restartCommand(), c.stopCommand(), c.unitsCommand(), c.systemdCommand(), c.versionCommand(),
 		c.superviseCommand(), c.managerCommand(), c.replaceCommand(),
 	)
+	root.AddCommand(c.freezeCommands()...)
 	for _, cmd := range root.Commands() {
 		asUsage(cmd)
 	}

@@ -67,6 +67,13 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 			problem(fmt.Errorf("the supervisor does not list its units: %w", err))
 		}
 	}
+	for _, u := range r.Units {
+		if u.Name == "manager.service" && u.ActiveState == control.Failed { // a connect would only wait
+			problem(rpc.Errorf(rpc.CodeUnavailable, "the manager was given up: %s", u.Error).
+				WithHint("read .mypr/manager.log, mend it, then: mypr-mcp units start manager"))
+			return r, nil
+		}
+	}
 	ask, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	// Not through client.Client: a manager that is down or hangs is an answer here,

@@ -61,6 +61,11 @@ func (c *cli) unitsCommand() *cobra.Command {
 			},
 		})
 	}
+	return cmd
+}
+
+// freezeCommands are commands of their own: freeze and thaw.
+func (c *cli) freezeCommands() (list []*cobra.Command) {
 	for _, f := range []struct {
 		verb, short string
 		run         func(*control.Client, context.Context, string) error
@@ -68,14 +73,14 @@ func (c *cli) unitsCommand() *cobra.Command {
 		{"freeze", "Suspend every process of a unit", (*control.Client).Freeze},
 		{"thaw", "Resume a frozen unit", (*control.Client).Thaw},
 	} {
-		cmd.AddCommand(&cobra.Command{
+		list = append(list, &cobra.Command{
 			Use: f.verb + " NAME", Short: f.short, Args: cobra.ExactArgs(1),
 			RunE: func(cmd *cobra.Command, args []string) error {
 				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return f.run(sv, ctx, unitName(args[0])) })
 			},
 		})
 	}
-	return cmd
+	return list
 }
 
 // unitName lets people leave ".service" away.

@@ -38,7 +38,7 @@ func (v *leftovers) check(what string, ok bool, detail any) {
 }
 
 func (v *leftovers) run() bool {
-	for _, f := range []func() error{v.watchdogs, v.crash, v.strangers, v.deleted} {
+	for _, f := range []func() error{v.watchdogs, v.givenUp, v.crash, v.strangers, v.deleted} {
 		if err := f(); err != nil {
 			fmt.Println("leftovers:", err)
 			v.bad++
@@ -100,18 +100,93 @@ func (v *leftovers) watchdogs() error {
 	c, err = f.run("1", "")
 	v.check("… and a new generation answers", err == nil && c.state == api.Succeeded, fmt.Sprintf("%v %+v", err, c))
 
-	if out, err := v.s.cli("units", "freeze", "kernel.service"); err != nil {
+	if out, err := v.s.cli("freeze", "kernel.service"); err != nil {
 		return fmt.Errorf("%w %s", err, out)
 	}
 	frozen := time.Now()
 	var r api.ExecResult
 	err = f.tool("execute", map[string]any{"code": "'thawed'", "wait_ms": 3000}, &r)
 	v.check("a frozen kernel: cells wait, the watchdog leaves it alone", err == nil && r.State != api.Lost && !api.Terminal(r.State) && time.Since(frozen) >= 3*time.Second, fmt.Sprint(r.State, err))
-	if out, err := v.s.cli("units", "thaw", "kernel.service"); err != nil {
+	if out, err := v.s.cli("thaw", "kernel.service"); err != nil {
 		return fmt.Errorf("%w %s", err, out)
 	}
 	err = f.tool("poll", map[string]any{"exec_id": r.ExecID, "wait_ms": 20000, "until_done": true}, &r)
 	v.check("… and go on when it is thawed", err == nil && r.State == api.Succeeded, fmt.Sprint(r.State, err))
+	f.end()
+	_, err = v.s.cli("stop", "--force")
+	return err
+}
+
+// givenUp: a manager that cannot run takes kernel and jobs with it, and a start by hand
+// brings the session back.
+func (v *leftovers) givenUp() error {
+	f, err := v.s.front()
+	if err != nil {
+		return err
+	}
+	defer f.end()
+	if err := f.init("given-up"); err != nil {
+		return err
+	}
+	out, err := must(f, "import os; job = await ws.shell.start('sleep 300'); print(os.getpid(), job.status()['pid'])")
+	if err != nil {
+		return err
+	}
+	var fds []unix.PollFd
+	for _, word := range strings.Fields(out) {
+		pid, err := strconv.Atoi(word)
+		if err != nil {
+			return err
+		}
+		fd, err := unix.PidfdOpen(pid, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		fds = append(fds, unix.PollFd{Fd: int32(fd), Events: unix.POLLIN})
+	}
+	manager, err := v.s.target("manager.service")
+	if err != nil {
+		return err
+	}
+	limits := filepath.Join(v.s.dir, ".mypr", "units", "manager.service.d", "faults.conf")
+	before, err := os.ReadFile(limits)
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(limits, []byte("[Unit]\nStartLimitIntervalSec=60s\nStartLimitBurst=2\n[Service]\nExecStart=\nExecStart=/bin/false\n"), 0o600); err != nil {
+		return err
+	}
+	if _, err := v.s.cli("units", "reload"); err != nil {
+		return err
+	}
+	if err := kill(manager); err != nil {
+		return err
+	}
+	gone := 0
+	for i := range fds {
+		for {
+			n, err := unix.Poll(fds[i:i+1], 10_000)
+			if err == unix.EINTR {
+				continue
+			}
+			gone += n
+			break
+		}
+	}
+	v.check("a manager that cannot run is given up: kernel and job are stopped", gone == len(fds), gone)
+	text, _ := v.s.cli("status", "--json=false")
+	v.check("… and status says why", strings.Contains(text, "the manager was given up: 2 automatic starts within 1m0s were too many"), text)
+	if err := os.WriteFile(limits, before, 0o600); err != nil {
+		return err
+	}
+	if _, err := v.s.cli("units", "reload"); err != nil {
+		return err
+	}
+	if _, err := v.s.cli("units", "start", "manager"); err != nil {
+		return err
+	}
+	v.exec("… a start by hand brings the session back")
 	f.end()
 	_, err = v.s.cli("stop", "--force")
 	return err
