@@ -183,7 +183,7 @@ func (a *Anchor) Dismiss() {
 	}
 	defer unix.Close(pidfd)
 	if serr == nil {
-		_, _ = pollOne(pidfd, unix.POLLIN, time.Second)
+		_, _ = pollOne(pidfd, unix.POLLIN, 5*time.Second) // it may have yet to begin
 	}
 	Reap(a.PID) // if it is a child of ours
 }

@@ -13,6 +13,10 @@ import (
 
 func TestMain(m *testing.M) {
 	HelperMain()
+	if HasAnchor() {
+		anchoredMain()
+		os.Exit(0)
+	}
 	os.Exit(m.Run())
 }
 
