@@ -387,7 +387,6 @@ func (j *job) save() error {
 // resume takes up a job of an earlier manager.
 func (j *job) resume() {
 	ctx := j.s.ctx
-	close(j.started)
 	var r control.TransientResult
 	var ends map[string]*os.File
 	err := j.s.supervisor(ctx, func(sup Supervisor) (err error) {
@@ -396,6 +395,7 @@ func (j *job) resume() {
 	})
 	if ctx.Err() != nil {
 		closeFiles(ends)
+		close(j.started)
 		return
 	}
 	j.mu.Lock()
@@ -407,6 +407,7 @@ func (j *job) resume() {
 		err = errors.New("the supervisor knows another run by its name")
 	}
 	if err != nil {
+		close(j.started)
 		j.finish(nil, err)
 		return
 	}
@@ -415,6 +416,7 @@ func (j *job) resume() {
 		j.st.warn("output_lost", "a stream of the job could not be taken up again: "+err.Error())
 		j.mu.Unlock()
 	}
+	close(j.started) // now there is something to write to
 	j.s.wg.Add(1)
 	if cancelling {
 		j.s.wg.Go(j.stopUnit)

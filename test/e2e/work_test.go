@@ -1,0 +1,538 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"mypr/internal/api"
+)
+
+// The examples of the sections on shell and tasks, client-local state and history,
+// shared work, messages, skills and modules, packages and inspection: each a cell of
+// one session, in their order. What is a placeholder there has a meaning here.
+func TestExamplesOfWork(t *testing.T) {
+	s := newSession(t)
+	if out, err := exec.Command("git", "-C", s.dir, "init", "-q").CombinedOutput(); err != nil {
+		t.Fatalf("%v %s", err, out)
+	}
+	s.write("Makefile", "all: one two\none two:\n\t@echo made $@\n")
+	f := s.serve()
+	me := f.init("calm-otter")
+	other := s.serve()
+	other.init("bright-fox")
+	for i, c := range []struct{ code, want string }{
+		{`r = await ws.shell.run(["git", "status", "--short"]); r["state"], r["returncode"], "?? Makefile" in r["stdout"].splitlines()`, `('succeeded', 0, True)`},
+		{`r = await ws.shell.run("make -j2", timeout=120, check=True); sorted(r["stdout"].splitlines()), r["timed_out"], r["truncated"]`, `(['made one', 'made two'], False, False)`},
+		{`(await ws.shell.run(["sort"], input="bravo\nalpha\n"))["stdout"]`, `'alpha\nbravo\n'`},
+		{`ws.tasks.get(r["id"]).output().count("made")`, `2`},
+		{"try:\n    await ws.shell.run('exit 4', check=True)\nexcept ws.ShellError as e:\n    print(e.result['returncode'], e)", "4 exit 4: it returned 4"},
+
+		{`job = await ws.shell.start("make -j2")`, ``},
+		{`await job; job.status()["status"], sorted(job.output().splitlines()), job.result(), await job.cancel()`, `('succeeded', ['made one', 'made two'], {'returncode': 0}, False)`},
+
+		{`ws.local["term"] = await ws.shell.start(
+    ["bash", "--noprofile", "--norc", "-i"], pty=True, rows=30, cols=100,
+)
+await ws.local["term"].read()  # bash is there, and takes Ctrl-C for what it is
+await ws.local["term"].write("pwd\n")
+await ws.local["term"].resize(40, 120)
+await ws.local["term"].write("\x03")  # Ctrl-C
+await ws.local["term"].expect("^C")  # what is typed before is thrown away with it
+await ws.local["term"].write("stty size\n")
+found = await ws.local["term"].expect("40 120")
+found["matched"], "stty size" in ws.local["term"].output()`, `(True, True)`},
+		{`await ws.local["term"].cancel(), ws.local["term"].status()["status"]`, `(True, 'cancelled')`},
+
+		{`import os, sys
+
+ws.local["job"] = await ws.shell.start(
+    [sys.executable, "-c", "import os; print(os.environ['PYTHONUNBUFFERED'], 'HOME' in os.environ, os.getcwd())"],
+    cwd=ws.workspace,
+    env={**os.environ, "PYTHONUNBUFFERED": "1"},
+)
+await ws.local["job"]
+ws.local["job"].output() == f"1 True {ws.workspace}\n"`, `True`},
+
+		{`import asyncio
+
+ws.local["job"] = ws.tasks.start(asyncio.sleep(2, result="done"))
+try:
+    ws.local["job"].result()
+except ws.NotReady as e:
+    print("NotReady")`, `NotReady`},
+		{`ws.local["job"].status()["status"], ws.local["job"].output(), len(ws.tasks.list(client_id=ws.client.id)) > 5, ws.tasks.get(ws.local["job"].id) is ws.local["job"]`, `('running', '', True, True)`},
+		{`await ws.local["job"]`, `'done'`},
+		{`record = await ws.history.get(ws.local["job"].id); record["kind"], record["state"], record["history_id"] == ws.local["job"].history_id, (await ws.history.get(record["history_id"]))["id"] == record["id"]`, `('python', 'succeeded', True, True)`},
+		{`(await ws.tasks.attach(record["history_id"])) is ws.local["job"]`, `True`},
+
+		{`async def do_review(): print("looking"); return 7
+ws.client.id
+ws.local["review_job"] = ws.tasks.start(do_review())
+await ws.local["review_job"], ws.local["review_job"].output(), ws.client.id`, `(7, 'looking\n', 'calm-otter')`},
+		{`state = await ws.status()
+state["connection_count"], state["client_count"]`, `(2, 2)`},
+		{`page = await ws.history.list(client_id=ws.client.id, limit=20); exec_id = page["items"][-1]["id"]; len(page["items"]), page["next_cursor"] is not None`, `(20, True)`},
+		{`(await ws.history.get(exec_id))["id"] == exec_id, [e["event"] for e in (await ws.history.logs(client_id=ws.client.id, limit=20))["events"]].count("running") > 0`, `(True, True)`},
+		{`ws.local["logs"] = await ws.history.logs(client_id=ws.client.id)`, ``},
+		{`ws.local["logs"] = await ws.history.logs(
+    client_id=ws.client.id, cursor=ws.local["logs"]["cursor"],
+)
+any(e["event"] == "succeeded" for e in ws.local["logs"]["events"])`, `True`},
+
+		{`async with ws.locks.acquire("module:review", "file:report", timeout=10):
+    await ws.fs.write("report.txt", "Done.\n", overwrite=True)
+    print([r["name"] for r in ws.locks.list()])
+ws.locks.list()`, "['file:report', 'module:review']\n[]"},
+
+		{`sent = await ws.messages.send("bright-fox", "The review is complete.")
+(sent["from"], sent["to"])`, `('calm-otter', 'bright-fox')`},
+		{`ws.local["inbox"] = await ws.messages.read()
+# Handle the messages before acknowledging them.
+await ws.messages.ack([message["id"] for message in ws.local["inbox"]["messages"]])`, `0`},
+
+		{`ws.skills.list()`, `[]`},
+		{`skill = await ws.skills.write(
+    "review",
+    "---\nname: review\ndescription: Review workspace changes.\n---\n\n"
+    "Read the diff, check affected callers, and report concrete issues.\n",
+)
+len(skill["revision"]), (await ws.skills.validate("review"))["valid"]`, `(64, True)`},
+		{`ws.skills.list()[0]["description"], ws.skills.read("review").splitlines()[-1][:13]`, `('Review workspace changes.', 'Read the diff')`},
+		{`await ws.modules.write("helpers", "def answer(value):\n    return value * 2\n")
+print((await ws.modules.check("helpers", test_code="assert answer(2) == 4"))["ok"], (await ws.modules.check("helpers", test_code="assert answer(2) == 5"))["ok"])
+helpers = ws.modules.load("helpers")
+print(helpers.answer(2))
+await ws.modules.write(
+    "helpers", "def answer(value):\n    return value * 3\n",
+    expected_hash=(await ws.modules.read("helpers"))["revision"],
+)
+helpers = ws.modules.reload("helpers")
+helpers.answer(2), __import__("ws_lib.helpers").helpers is helpers`, "True False\n4\n(6, True)"},
+
+		{`i = ws.inspect(); i["workspace"] == str(ws.workspace), i["variables"]["helpers"], [s["name"] for s in i["skills"]]`, `(True, 'module', ['review'])`},
+		{`status = await ws.status(); status["healthy"], status["generation"] == i["generation"], len(status["active"])`, `(True, True, 1)`},
+		{`"await ws.shell.run(command, *, cwd=None" in ws.help("shell.run"), "ws.tasks" in ws.help()`, `(True, True)`},
+	} {
+		if got := f.must(c.code); got != c.want {
+			t.Errorf("example %d:\n%s\ngot  %s\nwant %s", i, c.code, got, c.want)
+		}
+	}
+	r := other.tool("execute", map[string]any{"code": "1", "wait_ms": 5000})
+	if n := r.Exec.Inbox; n == nil || n.Unacked != 1 || n.Messages[0].From != me || n.Messages[0].Text != "The review is complete." {
+		t.Errorf("inbox %+v", r.Exec.Inbox)
+	}
+	if got := other.must(`m = (await ws.messages.read(wait_ms=1000))["messages"][0]; a = await ws.messages.reply(m["id"], "thanks"); await ws.messages.ack([m["id"]]), a["reply_to"] == m["id"]`); got != "(1, True)" {
+		t.Error(got)
+	}
+	if got := f.must(`page = await ws.messages.read(wait_ms=5000, sender="bright-fox"); page["messages"][0]["text"], page["has_more"]`); got != "('thanks', False)" {
+		t.Error(got)
+	}
+}
+
+// Must be seen, 2: every way to feed a job, every way it can end, in the containment
+// that this machine has and in the fallback; and nothing of it is left.
+func TestJobMatrix(t *testing.T) {
+	for _, tier := range []string{"", "3"} {
+		t.Run("tier "+tier, func(t *testing.T) {
+			s := newSession(t)
+			if tier != "" {
+				s.env = append(s.env, "MYPR_TIER="+tier)
+			}
+			f := s.serve()
+			f.init("")
+			f.must(matrixSetup)
+			for _, form := range []string{"string", "argv"} {
+				for _, stdin := range []string{"none", "input", "pipe", "pty"} {
+					for _, end := range []string{"exit0", "exit3", "signal", "timeout", "cancel", "escape", "flood"} {
+						code := fmt.Sprintf("await case(%q, %q, %q)", form, stdin, end)
+						if got := f.must(code); got != "'ok'" {
+							t.Errorf("%s %s %s: %s", form, stdin, end, got)
+						}
+					}
+				}
+			}
+			if left := f.must(`await survivors()`); left != "[]" {
+				t.Errorf("left: %s", left)
+			}
+			if got := f.must(`len([j for j in ws.tasks.active() if j.status()["kind"] == "shell"])`); got != "0" {
+				t.Errorf("active: %s", got)
+			}
+			for _, u := range s.status().Units {
+				if strings.HasPrefix(u.Name, "job-") {
+					t.Errorf("unit left: %s %s", u.Name, u.ActiveState)
+				}
+			}
+		})
+	}
+}
+
+// matrixSetup defines case(form, stdin, end), which returns "ok" or what is wrong.
+const matrixSetup = `
+import os, asyncio, signal, time
+MARK = "mypr-matrix-" + os.urandom(4).hex()
+SCRIPTS = {
+    "exit0": "exit 0",
+    "exit3": "echo out; echo err >&2; exit 3",
+    "signal": "kill -SEGV $$",
+    "timeout": "sleep 1000",
+    "cancel": "echo up; sleep 1000",
+    # One child leaves the session, one is a double fork; both ignore SIGTERM, and the
+    # SIGHUP that a terminal sends when its first process ends.
+    "escape": "trap '' TERM HUP; setsid sh -c 'trap \"\" TERM; echo up; while :; do sleep 1000; done' & (sh -c 'trap \"\" TERM; sleep 1000' &) ; exit 0",
+    "flood": "head -c 20000000 /dev/zero",
+}
+
+async def case(form, stdin, end):
+    script = SCRIPTS[end]
+    if stdin in ("input", "pipe"):
+        script = "read line; test \"$line\" = hello || exit 99; " + script
+    script = f": {MARK}; " + script
+    command = script if form == "string" else ["/bin/sh", "-c", script]
+    kw = {"pty": True} if stdin == "pty" else {}
+    if stdin == "input":
+        kw["input"] = "hello\n"
+    if stdin == "pipe":
+        kw["stdin"] = True
+    if end == "timeout":
+        kw["limits"] = {"time": 0.1}
+    job = await ws.shell.start(command, **kw)
+    if stdin == "pipe":
+        try:
+            await job.write("hello\n", eof=True)
+        except ws.RPCError:
+            if end != "timeout":
+                raise
+    if end in ("cancel", "escape"):
+        seen = await job.expect("up")
+        if not seen["matched"]:
+            return f"{seen} {job.status()}"
+    if end == "escape":
+        if job.status()["status"] != "running":
+            return f"over while children live: {job.status()}"
+    if end in ("cancel", "escape"):
+        began = time.monotonic()
+        if not await job.cancel():
+            return "cancel said it was over"
+        if time.monotonic() - began > 4:
+            return f"cancel took {time.monotonic() - began}"
+    try:
+        await job
+    except (asyncio.CancelledError, ws.RPCError):
+        pass
+    s = job.status()
+    want = {
+        "exit0": ("succeeded", 0), "exit3": ("failed", 3), "signal": ("failed", -signal.SIGSEGV),
+        "timeout": ("failed", None), "cancel": ("cancelled", None), "escape": ("cancelled", 0), "flood": ("succeeded", 0),
+    }[end]
+    if s["status"] != want[0] or (want[1] is not None and s["returncode"] != want[1]):
+        return f"{s}"
+    if end == "signal" and s["signal"] != "SIGSEGV":
+        return f"{s}"
+    if end == "timeout" and not s["timed_out"]:
+        return f"{s}"
+    if end == "exit3":
+        text = job.output().replace("\r", "")
+        if sorted(text.split()) != ["err", "out"]:
+            return f"{text!r}"
+        if stdin != "pty":
+            out = (await job.read(stream="stdout"))["output"], (await job.read(stream="stderr"))["output"]
+            if out != ("out\n", "err\n"):
+                return f"{out}"
+    if end == "flood" and (s["output_bytes"], s["truncated"]) != (16 << 20, True):
+        return f"{s}"
+    return "ok"
+
+async def survivors():
+    left = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = open(f"/proc/{pid}/cmdline").read()
+        except OSError:
+            continue
+        if MARK in line and int(pid) != os.getpid():
+            left.append(line)
+    return left
+`
+
+// Must be seen, 3: one terminal, driven by two clients.
+func TestTerminalOfTwoClients(t *testing.T) {
+	s := newSession(t)
+	a, b := s.serve(), s.serve()
+	a.init("a")
+	b.init("b")
+	a.must(`term = await ws.shell.start(["bash", "--noprofile", "--norc", "-i"], pty=True, env={"PATH": "/usr/bin:/bin", "PS1": "> ", "TERM": "dumb"})
+at = (await term.expect("> "))["cursor"]
+await term.write("X=41\n"); at = (await term.expect("> ", at))["cursor"]`)
+	if got := b.must(`await term.write("echo $((X+1))\n"); m = await term.expect(r"\n(\d+)\r", at, regex=True); m["groups"]`); got != "['42']" {
+		t.Error(got)
+	}
+	b.must(`await term.write("echo a-$((1+1)); sleep 1000\n")`)
+	if got := a.must(`await term.expect("a-2"); await term.write("\x03"); await term.expect("^C"); await term.write("echo after=$?\n"); (await term.expect(r"after=(\d+)\r", regex=True))["groups"]`); got != "['130']" {
+		t.Error(got)
+	}
+	if got := b.must(`await term.resize(33, 77); await term.write("stty size\n"); (await term.expect("33 77"))["matched"]`); got != "True" {
+		t.Error(got)
+	}
+	if got := a.must(`await term.write("exit 5\n"); s = await term.expect("no such text"); s["reason"], term.status()["returncode"]`); got != "('eof', 5)" {
+		t.Error(got)
+	}
+	// A Python of its own, and an editor.
+	if got := b.must(`import sys
+py = await ws.shell.start([sys.executable, "-i", "-q"], pty=True)
+at = (await py.expect(">>> "))["cursor"]
+await py.write("6*7\n"); m = await py.expect("42", at); await py.expect(">>> ", m["cursor"])
+await py.write(eof=True)
+try: await py
+except ws.RPCError: pass
+m["matched"], py.status()["returncode"]`); got != "(True, 0)" {
+		t.Error(got)
+	}
+	if _, err := os.Stat("/usr/bin/vi"); err == nil {
+		if got := b.must(`vi = await ws.shell.start(["vi", "-u", "NONE", "note.txt"], pty=True, env={"TERM": "xterm", "PATH": "/usr/bin:/bin"})
+await vi.read()
+await vi.write("ihello\x1b:wq\r")
+await vi
+open(ws.workspace / "note.txt").read()`); got != `'hello\n'` {
+			t.Error(got)
+		}
+	}
+}
+
+// Must be seen, 4: a message to a client that is away waits for it, across a restart
+// of the manager.
+func TestMessageWaitsForClient(t *testing.T) {
+	s := newSession(t)
+	a, b := s.serve(), s.serve()
+	a.init("calm-otter")
+	b.init("bright-fox")
+	b.must("1")
+	b.close()
+	a.must(`sent = await ws.messages.send("bright-fox", "while you were away", {"n": [1, 2]})`)
+	s.kill(s.unitPID("manager.service"))
+	if got := a.must(`sent["to"]`); got != "'bright-fox'" {
+		t.Error(got)
+	}
+	b = s.serve()
+	r := b.tool("init", map[string]any{"client_id": "bright-fox"})
+	if n := r.Init.Inbox; n == nil || n.Unacked != 1 || n.Messages[0].Text != "while you were away" {
+		t.Fatalf("%s", r.Text)
+	}
+	if got := b.must(`m = (await ws.messages.read())["messages"]; m[0]["data"], await ws.messages.ack([m[0]["id"]]), await ws.messages.ack([m[0]["id"]])`); got != "({'n': [1, 2]}, 1, 0)" {
+		t.Error(got)
+	}
+	// A message wakes a call that waits, once.
+	began := time.Now()
+	x := b.tool("execute", map[string]any{"code": "import asyncio\nt = ws.tasks.start(ws.messages.send('bright-fox', 'hey'))\nawait asyncio.sleep(3)", "wait_ms": 20000})
+	if x.Exec.State != api.Running || x.Exec.Inbox.Unacked != 1 || time.Since(began) > 2500*time.Millisecond {
+		t.Errorf("after %v: %s", time.Since(began), x.Text)
+	}
+	if x, _ = b.finish(x); x.Exec.State != api.Succeeded || time.Since(began) < 2500*time.Millisecond {
+		t.Errorf("after %v: %s", time.Since(began), x.Text)
+	}
+}
+
+// Jobs and their output outlive the manager, the kernel and, in part, both.
+func TestJobsOutliveManagerAndKernel(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	f.must(`job = await ws.shell.start("i=0; while read line; do i=$((i+1)); echo $i:$line; done; exit 7", stdin=True)
+await job.write("one\n"); await job.expect("1:one")
+count = await ws.shell.start("i=0; while [ $i -lt 20000 ]; do echo $i; i=$((i+1)); done")
+import asyncio
+kept = ws.tasks.start(asyncio.sleep(60, 5), task_id="kept")`)
+	waiting := f.tool("execute", map[string]any{"code": "await job", "wait_ms": 0})
+	s.kill(s.unitPID("manager.service"))
+	f.must(`await job.write("two\n"); await job.expect("2:two")`)
+	if got := f.must("try:\n    await count\nfinally:\n    text = count.output()\ntext == ''.join(f'{i}\\n' for i in range(20000))"); got != "True" {
+		t.Errorf("output of a job while the manager was killed: %s", got)
+	}
+	if got := f.must(`kept.status()["status"], (await ws.history.get("kept"))["state"], [h.id for h in ws.tasks.active() if h.status()["kind"] == "python"]`); got != "('running', 'running', ['kept'])" {
+		t.Error(got)
+	}
+	if got := f.must(`job_id = job.id; job_id`); len(got) != 34 {
+		t.Fatal(got)
+	}
+	id := strings.Trim(f.must("job_id"), "'")
+	s.kill(s.unitPID("kernel.service"))
+	r, _ := f.finish(waiting)
+	if r.Exec.State != api.Lost {
+		t.Errorf("the cell that waited is %s", r.Exec.State)
+	}
+	got := f.must(fmt.Sprintf(`job = await ws.tasks.attach(%q)
+await job.write("three\n"); await job.expect("3:three"); await job.write(eof=True)
+try: await job
+except ws.RPCError as e: print(e.code)
+job.output(), job.status()["returncode"]`, id))
+	if got != "shell_failed\n('1:one\\n2:two\\n3:three\\n', 7)" {
+		t.Error(got)
+	}
+	if got := f.must("h = await ws.tasks.attach('kept')\ntry: h.result()\nexcept ws.ResultUnavailable as e: print('gone')\nh.status()['status']"); got != "gone\n'lost'" {
+		t.Error(got)
+	}
+}
+
+// Nothing is active behind the back of a reset.
+func TestResetAndActiveWork(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	f.must(`job = await ws.shell.start("sleep 1000")`)
+	r, _ := f.do("await ws.reset()")
+	if r.Exec.State != api.FailedCell || !strings.Contains(r.Text, "active work") {
+		t.Errorf("%s", r.Text)
+	}
+	if got := f.must(`job.status()["status"]`); got != "'running'" {
+		t.Error(got)
+	}
+	f.must(`await job.cancel()
+import asyncio
+t = ws.tasks.start(asyncio.sleep(1000), task_id="long")`)
+	if r, _ = f.do("await ws.reset()"); r.Exec.State != api.FailedCell || !strings.Contains(r.Text, "active work") {
+		t.Errorf("%s", r.Text)
+	}
+	out, code := s.cli("reset")
+	if code == 0 || !strings.Contains(out, "active work") {
+		t.Errorf("reset: %d %s", code, out)
+	}
+	f.must(`job = await ws.shell.start("sleep 1000"); ident = job.id`)
+	id := strings.Trim(f.must("ident"), "'")
+	if r, _ = f.do("await ws.reset(force=True)"); r.Exec.State != api.Succeeded {
+		t.Errorf("%s", r.Text)
+	}
+	if got := f.must(fmt.Sprintf(`j = await ws.tasks.attach(%q); j.status()["status"], (await ws.history.get("long"))["state"], ws.tasks.start(__import__("asyncio").sleep(0), task_id="long").id`, id)); got != "('cancelled', 'cancelled', 'long')" {
+		t.Error(got)
+	}
+	// A hidden task is nobody's work.
+	f.must("import asyncio\nt = ws.tasks.start(asyncio.sleep(1000), visible=False)")
+	if r, _ = f.do("await ws.reset()"); r.Exec.State != api.Succeeded {
+		t.Errorf("%s", r.Text)
+	}
+}
+
+// What the issue calls bad input.
+func TestBadInputOfWork(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	f.must("async def attempt(make):\n    try:\n        r = make()\n        r = await r if hasattr(r, '__await__') else r\n        return 'no error: ' + repr(r)\n    except BaseException as e:\n        return f'{type(e).__name__}: {e}'")
+	for code, want := range map[string]string{
+		`ws.shell.run(["no-such-program"])`:                                 "NotFoundError: cannot start \"no-such-program\"",
+		`ws.shell.run("true", cwd="/no/such")`:                              "NotFoundError: the working directory /no/such does not exist",
+		`ws.shell.run("true", env={"A": "x\0"})`:                            "InvalidRequestError: the environment variable A contains a NUL byte",
+		`ws.shell.run(["true", "x" * (10 << 20)])`:                          "the kernel takes at most",
+		`ws.shell.run(["true"] + ["x" * 100000] * 100)`:                     "the kernel takes at most",
+		`ws.shell.run(b"true")`:                                             "TypeError: a command is text",
+		`ws.shell.run("true", limits={"memory": "lots"})`:                   "limits: memory is a number of bytes",
+		`ws.shell.run("true", timeout="x")`:                                 "TypeError: timeout",
+		`ws.messages.send("nobody-here", "x")`:                              "NotFoundError: there is no client \"nobody-here\"",
+		`ws.messages.send("a", "x" * 16385)`:                                "at most 16384",
+		`ws.messages.send("a", "")`:                                         "the text is empty",
+		`ws.messages.send("a", "x", float("nan"))`:                          "ValueError",
+		`ws.messages.send("a", "x", {1, 2})`:                                "TypeError",
+		`ws.messages.ack([99])`:                                             "NotFoundError: messages.ack: a has received no message 99",
+		`ws.messages.ack([True])`:                                           "TypeError",
+		`ws.messages.read(limit=101)`:                                       "ValueError: limit",
+		`ws.messages.read(wait_ms=30001)`:                                   "ValueError: wait_ms",
+		`ws.history.list(limit=0)`:                                          "ValueError: limit",
+		`ws.history.get("nobody")`:                                          "NotFoundError: there is no record",
+		`ws.modules.load("../x")`:                                           "ValueError: '../x' is not the name of a module",
+		`ws.modules.write("_private", "")`:                                  "ValueError",
+		`ws.modules.write("a.b.class", "")`:                                 "ValueError",
+		`ws.modules.write("bad", "def (")`:                                  "SyntaxError",
+		`ws.skills.write("bad", "---\na: [\n---\n")`:                        "ValueError: skill 'bad' was not written: the front matter is not YAML",
+		`ws.skills.write("../bad", "x")`:                                    "InvalidRequestError",
+		`ws.skills.read("nobody")`:                                          "NotFoundError: there is no skill",
+		`ws.packages.add()`:                                                 "InvalidRequestError: there is nothing to install",
+		`ws.packages.add("--help")`:                                         "is not a package requirement",
+		`ws.tasks.start(5)`:                                                 "TypeError: ws.tasks.start takes an awaitable",
+		`ws.tasks.get("nobody")`:                                            "KeyError",
+		`ws.tasks.attach("nobody")`:                                         "NotFoundError",
+		`ws.help("nothing")`:                                                "ValueError: there is no topic 'nothing'",
+		`ws.help("shell._registry")`:                                        "private",
+		`ws.help(7)`:                                                        "TypeError",
+		`ws.locks.acquire("")`:                                              "ValueError: the name of a lock",
+		`(await ws.shell.start("true")).read("mypr-shell1.e30")`:            "InvalidCursorError: this cursor belongs to job",
+		`(await ws.shell.start("true")).read("mypr1.AAAA")`:                 "InvalidCursorError",
+		`(await ws.shell.start("sleep 8", limits={"time": 5})).write("x")`:  "has no open standard input",
+		`(await ws.shell.start("sleep 9", limits={"time": 5})).resize(1,1)`: "has no terminal",
+	} {
+		make := "lambda: " + code
+		pre := ""
+		if strings.HasPrefix(code, "(await ") {
+			pre = "job = " + code[1:strings.Index(code, ").")] + "\n"
+			make = "lambda: job" + code[strings.Index(code, ").")+1:]
+		}
+		if got := f.must(pre + "print(await attempt(" + make + "))"); !strings.Contains(got, want) {
+			t.Errorf("%s:\ngot  %s\nwant %s", code, got, want)
+		}
+	}
+	if got := f.must(`async def twice():
+    async with ws.locks.acquire("x"):
+        async with ws.locks.acquire("y"): pass
+await attempt(twice)`); !strings.Contains(got, "RuntimeError: this task holds 'x'") {
+		t.Error(got)
+	}
+	if got := f.must(`import asyncio
+for i in range(10000): ws.tasks.start(asyncio.sleep(0))
+await asyncio.sleep(0.5)
+len([s for s in ws.tasks.list() if s["kind"] == "python"])`); got != "128" {
+		t.Errorf("10,000 tasks: %s", got)
+	}
+	if got := f.must(`j = await ws.shell.run("printf 'a\\377b'"); j["stdout"], open(ws.root / "jobs" / (j["id"] + ".out"), "rb").read()`); got != `('a\ufffdb', b'a\xffb')` && got != `('a�b', b'a\xffb')` {
+		t.Error(got)
+	}
+}
+
+// A flood is drained, and costs the manager no memory.
+func TestFloodCostsNoMemory(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	f.must(`await ws.shell.run("true")`)
+	rss := func() int {
+		data, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", s.unitPID("manager.service")))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var size, pages int
+		fmt.Sscan(string(data), &size, &pages)
+		return pages * os.Getpagesize()
+	}
+	before := rss()
+	if got := f.must(`r = await ws.shell.run("head -c 1073741824 /dev/zero", max_bytes=10); r["state"], r["truncated"], ws.tasks.get(r["id"]).status()["output_dropped"]`); got != fmt.Sprintf("('succeeded', True, %d)", 1<<30-16<<20) {
+		t.Error(got)
+	}
+	if after := rss(); after > before+16<<20 {
+		t.Errorf("the manager grew from %d to %d KiB", before>>10, after>>10)
+	}
+}
+
+func TestRecordsOfWork(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	id := strings.Trim(f.must(`r = await ws.shell.run("echo line; exit 2"); r["id"]`), "'")
+	raw, err := os.ReadFile(filepath.Join(s.dir, ".mypr", "jobs", id+".json"))
+	var st struct {
+		State      string
+		ReturnCode int
+		Command    string
+	}
+	if err != nil || json.Unmarshal(raw, &st) != nil || st.State != "failed" || st.ReturnCode != 2 || st.Command != "echo line; exit 2" {
+		t.Errorf("%v %s", err, raw)
+	}
+	if got := f.must(`d = await ws.history.get(r["id"]); d["kind"], d["state"], d["output"][0]["text"], d["client_id"]`); got != "('shell', 'failed', 'line\\n', 'a')" {
+		t.Error(got)
+	}
+	out := s.ok("logs", "--limit", "50")
+	if !strings.Contains(out, `"kind":"shell"`) || !strings.Contains(out, `"text":"line\n"`) {
+		t.Errorf("%s", out)
+	}
+}
