@@ -14,7 +14,8 @@ import (
 )
 
 // Capabilities of this build beyond protocol 1's methods.
-var capabilities = []string{"execute", "poll", "interrupt", "messages", "history", "restart", "generation_precondition", "progress"}
+var capabilities = []string{"execute", "poll", "interrupt", "messages", "history", "restart", "generation_precondition", "progress",
+	"help", "files", "search", "git", "shell", "tasks", "locks", "skills", "modules", "packages"}
 
 // isID reports whether s can be a client, connection or request id.
 func isID(s string) bool {
