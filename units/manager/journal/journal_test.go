@@ -405,6 +405,9 @@ func TestResumeCutsWhatDoesNotCount(t *testing.T) {
 		t.Errorf("%d lines, want %d", r.Count(), count)
 	}
 	write(t, r, api.Event{Type: "stream", Stream: "stdout", Text: "TWO"})
+	if p, total, err := r.Page(0, 1024); err != nil || int64(len(p.Events)) != total {
+		t.Errorf("a page ends where memory begins: %d of %d, %v", len(p.Events), total, err)
+	}
 	events := pages(t, 1024, func(c int64) (Page, int64, error) { return r.Page(c, 1024) })
 	if got := joined(events, "stream", "stdout"); got != "oneTWO" {
 		t.Errorf("got %q", got)

@@ -236,49 +236,37 @@ func (l *Log) InMemory(cursor int64) bool {
 // Page returns events from cursor on and the number of visible lines.
 func (l *Log) Page(cursor int64, budget int) (Page, int64, error) {
 	l.mu.Lock()
-	p, total := Page{Cursor: cursor}, l.count
-	if cursor >= total {
-		l.mu.Unlock()
-		p.Cursor = total
-		return p, total, nil
-	}
+	p, total := Page{Cursor: min(cursor, l.count)}, l.count
 	first := total - int64(len(l.memEnds)) // the first line in memory
-	if cursor < first {
-		if l.offsets == nil {
-			l.mu.Unlock()
-			p, _, err := l.dir.read(l.name, l.index, cursor, budget)
-			return p, total, err
-		}
-		defer l.mu.Unlock()
+	if p.Cursor < first && l.offsets == nil {
+		l.mu.Unlock()
+		p, _, err := l.dir.read(l.name, l.index, cursor, budget)
+		return p, total, err
+	}
+	defer l.mu.Unlock()
+	for p.Cursor < first {
 		if l.f == nil {
 			return p, total, errors.New("the saved output is not on the disk yet")
 		}
-		for p.Cursor < first && budget > 0 {
-			n, want, err := p.readWindow(l.f, l.offsets[p.Cursor:first+1], -1, &budget)
-			if err != nil {
-				if errors.Is(err, errStale) {
-					err = fmt.Errorf("%s was changed while its execution runs", l.name)
-				}
-				return p, total, err
-			}
-			if n < want {
+		n, want, err := p.readWindow(l.f, l.offsets[p.Cursor:first+1], -1, &budget)
+		if errors.Is(err, errStale) {
+			err = fmt.Errorf("%s was changed while its execution runs", l.name)
+		}
+		if err != nil || n < want {
+			return p, total, err
+		}
+	}
+	if skip := int(p.Cursor - first); skip < len(l.memEnds) {
+		from := start(l.memEnds, skip)
+		var ends []int64
+		for _, e := range l.memEnds[skip:] {
+			ends = append(ends, e-from)
+			if e-from > int64(budget) {
 				break
 			}
 		}
-		return p, total, nil
+		p.Fill(l.mem[from:len(l.mem):len(l.mem)], ends, &budget, p.Cursor, false)
 	}
-	skip := cursor - first
-	from := start(l.memEnds, int(skip))
-	data := l.mem[from:len(l.mem):len(l.mem)]
-	ends := make([]int64, 0, min(64, int64(len(l.memEnds))-skip))
-	for _, e := range l.memEnds[skip:] {
-		ends = append(ends, e-from)
-		if e-from > int64(budget) {
-			break
-		}
-	}
-	l.mu.Unlock()
-	p.Fill(data, ends, &budget, cursor, false)
 	return p, total, nil
 }
 
