@@ -42,7 +42,6 @@ type soak struct {
 	cells      map[string]cell // by number
 	problems   []string
 	kernelDead []time.Time
-	events     []string
 	slowest    map[string]time.Duration
 	count      map[string]int
 	jobs       int
