@@ -92,6 +92,7 @@ func (c *cli) manager(ctx context.Context) error {
 		Limits: manager.Limits{
 			OutputBytes: cfg.Limits.OutputBytes, CompletedTasks: cfg.Limits.CompletedTasks,
 			CompletedRecords: cfg.Limits.CompletedRecords, CacheBytes: cfg.Limits.CacheBytes,
+			ExecuteWaitMS: &cfg.Limits.ExecuteWaitMS, PollWaitMS: &cfg.Limits.PollWaitMS,
 		},
 		Instance: record.Instance, Version: version(), Executable: exe, Environment: withoutService(slices.Clone(started)), Origin: origin, ConfigFiles: cfg.Files,
 		Notify: func(state string) error {

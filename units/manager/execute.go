@@ -35,11 +35,13 @@ func newID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// waitFor is the wait that a call asked for, and what it was cut to when that differs.
-func waitFor(ms *int64) (wait time.Duration, clamped int64) {
+// waitFor is the wait that a call asked for, or else the usual one, and what it was cut
+// to when that differs.
+func waitFor(ms, usual *int64) (wait time.Duration, clamped int64) {
+	if ms == nil {
+		ms = usual
+	}
 	switch {
-	case ms == nil:
-		return api.DefaultWaitMS * time.Millisecond, 0
 	case *ms > api.MaxWaitMS:
 		return api.MaxWaitMS * time.Millisecond, api.MaxWaitMS
 	case *ms < 0:
@@ -89,7 +91,7 @@ func (c *connection) execute(ctx context.Context, p api.ExecuteParams) (*answer,
 	if p.RequestID != nil {
 		requestID = *p.RequestID
 	}
-	wait, clamped := waitFor(p.WaitMS)
+	wait, clamped := waitFor(p.WaitMS, m.opts.Limits.ExecuteWaitMS)
 	var a *answer
 	if r == nil { // a replay of one that is not in memory: it has ended
 		a, err = c.pageOfEnded(replayed, 0, budget)
@@ -276,7 +278,7 @@ func (c *connection) poll(ctx context.Context, p api.PollParams) (*answer, error
 	if cursor < 0 {
 		return nil, rpc.Errorf(api.CodeInvalidCursor, "poll: bad cursor %d: it cannot be negative", cursor)
 	}
-	wait, clamped := waitFor(p.WaitMS)
+	wait, clamped := waitFor(p.WaitMS, m.opts.Limits.PollWaitMS)
 	m.mu.Lock()
 	r := m.runs[p.ExecID]
 	m.mu.Unlock()

@@ -71,10 +71,12 @@ type Call struct {
 
 // Limits bound what the session keeps. Zero fields mean the defaults.
 type Limits struct {
-	OutputBytes      int64 // of one run; default 16 MiB
-	CompletedTasks   int   // handles that the kernel keeps; default 128
-	CompletedRecords int   // ended executions kept in memory; default 128
-	CacheBytes       int64 // for records and, later, shell output, half each; default 32 MiB
+	OutputBytes      int64  // of one run; default 16 MiB
+	CompletedTasks   int    // handles that the kernel keeps; default 128
+	CompletedRecords int    // ended executions kept in memory; default 128
+	CacheBytes       int64  // for records and, later, shell output, half each; default 32 MiB
+	ExecuteWaitMS    *int64 // wait of an execute that names none; default 1000
+	PollWaitMS       *int64 // likewise of a poll
 }
 
 // Options configure Run. Workspace, both listeners, Connect, Prepare, KernelUnit and
@@ -285,6 +287,13 @@ func setDefaults(l *Limits) {
 	}
 	if l.CacheBytes <= 0 {
 		l.CacheBytes = 32 << 20
+	}
+	wait := int64(api.DefaultWaitMS)
+	if l.ExecuteWaitMS == nil {
+		l.ExecuteWaitMS = &wait
+	}
+	if l.PollWaitMS == nil {
+		l.PollWaitMS = &wait
 	}
 }
 

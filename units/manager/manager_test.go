@@ -165,6 +165,26 @@ func TestWaits(t *testing.T) {
 	}
 }
 
+// Calls that name no wait get the configured one.
+func TestConfiguredWaits(t *testing.T) {
+	w := newWorld(t, func(w *world) { w.opts.Limits.ExecuteWaitMS, w.opts.Limits.PollWaitMS = ptr(int64(0)), ptr(int64(0)) })
+	p := w.client()
+	p.run("print:x")
+	began := time.Now()
+	r, err := call[api.ExecResult](p, api.MethodExecute, api.ExecuteParams{Code: "gate:g"})
+	if err != nil || api.Terminal(r.State) {
+		t.Errorf("%+v %v", r, err)
+	}
+	for range 20 {
+		p.poll(api.PollParams{ExecID: r.ExecID})
+	}
+	if d := time.Since(began); d > 15*time.Second { // with waits of a second it is at least 20
+		t.Errorf("took %v", d)
+	}
+	w.sup.current().open("g")
+	p.finish(r.ExecID)
+}
+
 func TestRequestIDs(t *testing.T) {
 	w := newWorld(t, func(w *world) { w.opts.Limits.CompletedRecords = 2 })
 	p := w.client("calm-otter")

@@ -111,8 +111,7 @@ func (m *Manager) logs(ctx context.Context, p api.LogsParams) (*api.LogsPage, er
 			return nil, rpc.Errorf(api.CodeInvalidCursor, "logs: bad cursor %d: it cannot be negative", after)
 		}
 	}
-	ms := p.WaitMS
-	wait, _ := waitFor(&ms)
+	wait, _ := waitFor(&p.WaitMS, nil)
 	deadline := time.NewTimer(wait)
 	defer deadline.Stop()
 	for {
