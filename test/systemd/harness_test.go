@@ -102,7 +102,7 @@ func outside() (int, error) {
 	}
 	// The user can read neither root's checkout nor where go test builds.
 	home := filepath.Join(top, "home")
-	for from, to := range map[string]string{bin: "mypr-mcp", exe: "test"} {
+	for from, to := range map[string]string{bin: "mypr-mcp", exe: "test", "../../docs/SYSTEMD.md": "SYSTEMD.md"} {
 		if err := copyFile(from, filepath.Join(top, to)); err != nil {
 			return 1, err
 		}
@@ -223,7 +223,7 @@ func inside() (int, error) {
 	env := []string{
 		"HOME=" + os.Getenv("MYPR_TEST_HOME"), "USER=" + testUser, "LOGNAME=" + testUser, "SHELL=/bin/sh", "LANG=C.UTF-8",
 		"PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "XDG_RUNTIME_DIR=" + run, "DBUS_SESSION_BUS_ADDRESS=unix:path=" + run + "/bus",
-		"MYPR_BIN=" + bin, stageVariable + "=user",
+		"MYPR_BIN=" + bin, "MYPR_TEST_DOCS=" + filepath.Join(filepath.Dir(bin), "SYSTEMD.md"), stageVariable + "=user",
 	}
 	cmd := exec.Command(os.Getenv("MYPR_TEST_EXE"), os.Args[1:]...)
 	cmd.Env, cmd.Dir, cmd.Stdout, cmd.Stderr = env, "/", os.Stdout, os.Stderr
