@@ -424,10 +424,22 @@ func (s *Service) wait(ctx context.Context, _ Caller, p waitParams) (Status, err
 	return j.status(), nil
 }
 
-func (s *Service) status(_ context.Context, _ Caller, p idParams) (Status, error) {
+func (s *Service) status(ctx context.Context, _ Caller, p idParams) (Status, error) {
 	j, err := s.find(p.ID)
 	if err != nil {
 		return Status{}, err
+	}
+	if j.ended() {
+		return j.status(), nil
+	}
+	// What the description of a job of before lacks, such as its pid, the supervisor
+	// tells in a moment; while there is no supervisor, what is known has to do.
+	patience := time.NewTimer(time.Second)
+	defer patience.Stop()
+	select {
+	case <-j.started:
+	case <-patience.C:
+	case <-ctx.Done():
 	}
 	return j.status(), nil
 }
