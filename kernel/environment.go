@@ -288,10 +288,15 @@ func (p *preparation) run(ctx context.Context, name, dir, path string, args ...s
 		return r, fmt.Errorf("%s took too long and was stopped", what)
 	case err != nil:
 		return r, fmt.Errorf("%s: %w", what, err)
+	case r.ExitCode == 203: // EXEC of the unit that ran it
+		return r, fmt.Errorf("%s cannot be executed", path)
 	case r.ExitCode != 0:
 		said := lastWords(r.Stderr)
 		if said == "" {
 			said = lastWords(r.Output)
+		}
+		if said == "" {
+			said = "it said nothing"
 		}
 		return r, fmt.Errorf("%s exited with status %d: %s", what, r.ExitCode, said)
 	}

@@ -49,7 +49,7 @@ func (p *preparation) findPython(ctx context.Context) (string, error) {
 		}
 		found, err := p.probe(ctx, want)
 		if err != nil {
-			return "", fmt.Errorf("the interpreter that config.toml names does not work: %w", err)
+			return "", fmt.Errorf("the interpreter that config.toml names, %s, does not work: %w", want, err)
 		}
 		if !supported(found.Version) {
 			return "", fmt.Errorf("the interpreter that config.toml names, %s, is Python %s; supported are %s",

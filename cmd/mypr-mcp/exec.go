@@ -117,6 +117,7 @@ type execution struct {
 	id     string
 	all    api.ExecResult // with all output, for --json
 	inLine bool           // the terminal is not at the start of a line
+	told   bool           // the output said why the cell failed
 }
 
 // interrupts turns the first Ctrl-C into an interrupt of the cell, once there is one,
@@ -196,6 +197,10 @@ func (e *execution) print(r *api.ExecResult) {
 		e.event(ev)
 	}
 	for _, w := range r.Warnings {
+		if w.Code == "kernel_starting" {
+			e.note("%s", w.Text) // what the cell waits for; nothing is wrong
+			continue
+		}
 		e.note("warning: %s", w.Text)
 	}
 }
@@ -210,6 +215,7 @@ func (e *execution) event(ev api.Event) {
 		_, _ = io.WriteString(out, ev.Text)
 		e.inLine = ev.Text != "" && !strings.HasSuffix(ev.Text, "\n")
 	case "error":
+		e.told = true
 		e.fresh()
 		fmt.Fprintln(e.stderr, strings.TrimSuffix(ev.Text, "\n"))
 	case "warning":
@@ -265,6 +271,8 @@ func (e *execution) outcome(r *api.ExecResult) error {
 			return exitStatus(exitLost)
 		}
 		return exitStatus(exitCancelled)
+	case !e.json && !e.told && r.Error != nil: // no kernel could run it, or its traceback was over the limit
+		e.note("%s", *r.Error)
 	}
 	return exitStatus(exitFailed)
 }

@@ -176,6 +176,20 @@ func TestBrokenConfigurationIsNamed(t *testing.T) {
 	}
 }
 
+// A cell that no kernel can run says why, on the command line too.
+func TestWrongPythonIsNamed(t *testing.T) {
+	s := newSession(t, "[python]\npython = \"/nowhere/python\"\n")
+	out, code := s.cli("exec", "1")
+	if code != 1 || !strings.Contains(out, "config.toml") || !strings.Contains(out, "/nowhere/python") || !strings.Contains(out, "reset") {
+		t.Errorf("exec with an interpreter that is not there: exit %d\n%s", code, out)
+	}
+	s.write(".mypr/config.toml", "[python]\nplain = true\n")
+	s.ok("reset")
+	if out := s.ok("exec", "1 + 1"); out != "2\n" {
+		t.Errorf("mended: %q", out)
+	}
+}
+
 func TestBrokenUnitFileIsNamed(t *testing.T) {
 	s := newSession(t)
 	if err := os.MkdirAll(filepath.Join(s.dir, ".mypr", "units"), 0o755); err != nil {
