@@ -16,11 +16,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"mypr/internal/ospath"
 	"mypr/internal/rpc"
 	"mypr/supervisor/spec"
 )
 
-// Command is what to run: a string for /bin/sh, or a list of words.
+// Command is what to run: a string for /bin/sh, or a list of words. They are bytes;
+// see ospath.Text for how they travel.
 type Command struct {
 	Shell string
 	Words []string
@@ -28,18 +30,30 @@ type Command struct {
 
 // UnmarshalJSON takes a string or a list of strings.
 func (c *Command) UnmarshalJSON(b []byte) error {
-	if bytes.HasPrefix(bytes.TrimSpace(b), []byte("[")) {
-		return json.Unmarshal(b, &c.Words)
+	if !bytes.HasPrefix(bytes.TrimSpace(b), []byte("[")) {
+		return json.Unmarshal(b, (*ospath.Text)(&c.Shell))
 	}
-	return json.Unmarshal(b, &c.Shell)
+	var words []ospath.Text
+	if err := json.Unmarshal(b, &words); err != nil {
+		return err
+	}
+	c.Words = make([]string, len(words))
+	for i, w := range words {
+		c.Words[i] = string(w)
+	}
+	return nil
 }
 
 // MarshalJSON is the inverse.
 func (c Command) MarshalJSON() ([]byte, error) {
-	if c.Words != nil {
-		return json.Marshal(c.Words)
+	if c.Words == nil {
+		return json.Marshal(ospath.Text(c.Shell))
 	}
-	return json.Marshal(c.Shell)
+	words := make([]ospath.Text, len(c.Words))
+	for i, w := range c.Words {
+		words[i] = ospath.Text(w)
+	}
+	return json.Marshal(words)
 }
 
 // Limits bound a job beyond what the user may do anyway.
@@ -124,16 +138,16 @@ func parseSize(raw json.RawMessage) (uint64, error) {
 type startParams struct {
 	// ID, 32 hex digits, names the job: repeated, it is the same job, which is not
 	// started again. Empty: the service makes one.
-	ID      string            `json:"id"`
-	Command Command           `json:"command"`
-	Cwd     string            `json:"cwd"` // absolute
-	Env     map[string]string `json:"env"` // the whole environment
-	Input   *string           `json:"input"`
-	Stdin   bool              `json:"stdin"`
-	PTY     bool              `json:"pty"`
-	Rows    int               `json:"rows"`
-	Cols    int               `json:"cols"`
-	Limits  Limits            `json:"limits"`
+	ID      string                 `json:"id"`
+	Command Command                `json:"command"`
+	Cwd     ospath.Text            `json:"cwd"` // absolute
+	Env     map[string]ospath.Text `json:"env"` // the whole environment
+	Input   *string                `json:"input"`
+	Stdin   bool                   `json:"stdin"`
+	PTY     bool                   `json:"pty"`
+	Rows    int                    `json:"rows"`
+	Cols    int                    `json:"cols"`
+	Limits  Limits                 `json:"limits"`
 	// Timeout in seconds ends the job as cancelled, where Limits.Time makes it a failure.
 	Timeout  *float64 `json:"timeout"`
 	MaxBytes int      `json:"max_bytes"` // shell.run: of the answer
@@ -181,7 +195,7 @@ func (p *startParams) check() error {
 		switch {
 		case name == "" || strings.ContainsAny(name, "=\x00"):
 			return bad("%q cannot be the name of an environment variable", name)
-		case strings.IndexByte(value, 0) >= 0:
+		case strings.IndexByte(string(value), 0) >= 0:
 			return bad("the environment variable %s contains a NUL byte", name)
 		case len(name)+1+len(value) > maxArg:
 			return bad("the environment variable %s has %d bytes; the kernel takes at most %d", name, len(value), maxArg)
@@ -209,10 +223,10 @@ func (p *startParams) check() error {
 	if t := p.Timeout; t != nil && !(*t >= 0 && *t < maxSeconds) {
 		return bad("timeout is a number of seconds, not %v", *t)
 	}
-	if !filepath.IsAbs(p.Cwd) {
+	if !filepath.IsAbs(string(p.Cwd)) {
 		return bad("the working directory %q is not absolute", p.Cwd)
 	}
-	st, err := os.Stat(p.Cwd)
+	st, err := os.Stat(string(p.Cwd))
 	switch {
 	case errors.Is(err, os.ErrNotExist):
 		return rpc.Errorf(rpc.CodeNotFound, "the working directory %s does not exist", p.Cwd).WithHint("pass cwd=")
@@ -309,16 +323,16 @@ func unit(template *spec.Unit, id string, p *startParams) (*spec.Unit, error) {
 	if !ok {
 		path = defaultPath
 	}
-	program, err := lookPath(words[0], p.Cwd, path)
+	program, err := lookPath(words[0], string(p.Cwd), string(path))
 	if err != nil {
 		return nil, err
 	}
 	s.ExecStart = []spec.Command{{Path: program, Args: words, NoExpand: true}}
-	s.WorkingDirectory = p.Cwd
+	s.WorkingDirectory = string(p.Cwd)
 	s.ExactEnvironment = true
 	s.Environment = make([]string, 0, len(p.Env))
 	for _, name := range slices.Sorted(maps.Keys(p.Env)) {
-		s.Environment = append(s.Environment, name+"="+p.Env[name])
+		s.Environment = append(s.Environment, name+"="+string(p.Env[name]))
 	}
 	switch {
 	case p.PTY:

@@ -565,3 +565,12 @@ func TestAdmissionRefuses(t *testing.T) {
 }
 
 func controlJob(id string) control.JobParams { return control.JobParams{Name: unitName(id)} }
+
+func TestArgumentsAreBytes(t *testing.T) {
+	w := newWorld(t)
+	// As Python's json.dumps writes os.fsdecode(b"\xff").
+	r := must[RunResult](w, "shell.run", `{"command":["/bin/sh","-c","printf %s \"$1$A\" | od -An -tx1","sh","\udcff"],"cwd":"/","env":{"PATH":"/usr/bin:/bin","A":"\udcfe"}}`)
+	if strings.TrimSpace(r.Stdout) != "ff fe" {
+		t.Fatalf("%+v", r)
+	}
+}

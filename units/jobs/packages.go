@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"mypr/internal/api"
+	"mypr/internal/ospath"
 	"mypr/internal/rpc"
 )
 
@@ -56,13 +57,13 @@ func (s *Service) addPackages(ctx context.Context, c Caller, p packagesParams) (
 		return Status{}, rpc.Errorf(CodeDependency, "packages are installed with uv, and there is none: %s", k.Problem).
 			WithHint("install uv (https://docs.astral.sh/uv/) and run mypr-mcp restart")
 	}
-	env := map[string]string{}
+	env := map[string]ospath.Text{}
 	for _, kv := range k.Env {
 		name, value, _ := strings.Cut(kv, "=")
-		env[name] = value
+		env[name] = ospath.Text(value)
 	}
 	words := append([]string{"/bin/sh", "-c", install, "mypr-packages", k.UV, k.Python, k.Requirements}, p.Specs...)
-	j, err := s.begin(ctx, c, KindPackage, &startParams{ID: p.ID, Command: Command{Words: words}, Cwd: k.Dir, Env: env})
+	j, err := s.begin(ctx, c, KindPackage, &startParams{ID: p.ID, Command: Command{Words: words}, Cwd: ospath.Text(k.Dir), Env: env})
 	if err != nil {
 		return Status{}, err
 	}

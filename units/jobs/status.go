@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"mypr/internal/api"
+	"mypr/internal/ospath"
 	"mypr/supervisor/control"
 )
 
@@ -25,22 +26,22 @@ const (
 // Status is everything known of a job, as Python sees it and as .mypr/jobs/<id>.json
 // keeps it. Times are Unix seconds. The environment is not part of it: it may hold secrets.
 type Status struct {
-	ID           string   `json:"id"`
-	Kind         string   `json:"kind"` // shell, package
-	State        string   `json:"state"`
-	Command      Command  `json:"command"`
-	Cwd          string   `json:"cwd"`
-	ClientID     string   `json:"client_id"`
-	ConnectionID string   `json:"connection_id"`
-	ExecID       string   `json:"exec_id"`
-	Generation   string   `json:"generation,omitempty"`
-	PTY          bool     `json:"pty,omitempty"`
-	Rows         int      `json:"rows,omitempty"`
-	Cols         int      `json:"cols,omitempty"`
-	Stdin        bool     `json:"stdin,omitempty"` // write works
-	Limits       *Limits  `json:"limits,omitempty"`
-	Timeout      *float64 `json:"timeout,omitempty"`
-	Invocation   string   `json:"invocation,omitempty"` // of the unit
+	ID           string      `json:"id"`
+	Kind         string      `json:"kind"` // shell, package
+	State        string      `json:"state"`
+	Command      Command     `json:"command"`
+	Cwd          ospath.Text `json:"cwd"`
+	ClientID     string      `json:"client_id"`
+	ConnectionID string      `json:"connection_id"`
+	ExecID       string      `json:"exec_id"`
+	Generation   string      `json:"generation,omitempty"`
+	PTY          bool        `json:"pty,omitempty"`
+	Rows         int         `json:"rows,omitempty"`
+	Cols         int         `json:"cols,omitempty"`
+	Stdin        bool        `json:"stdin,omitempty"` // write works
+	Limits       *Limits     `json:"limits,omitempty"`
+	Timeout      *float64    `json:"timeout,omitempty"`
+	Invocation   string      `json:"invocation,omitempty"` // of the unit
 
 	CreatedAt  float64 `json:"created_at"`
 	FinishedAt float64 `json:"finished_at,omitempty"`
