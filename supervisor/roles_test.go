@@ -88,6 +88,18 @@ var roles = map[string]func(args []string){
 		must(notify.Send("READY=1"))
 		hang()
 	},
+	// eat takes memory until it is stopped.
+	"eat": func([]string) {
+		var held [][]byte
+		for range 1 << 10 {
+			b := make([]byte, 1<<20)
+			for i := range b {
+				b[i] = 1
+			}
+			held = append(held, b)
+		}
+		fmt.Println(len(held))
+	},
 	// serve answers every connection on every socket it was given with its pid and the names.
 	"serve": func([]string) {
 		names := os.Getenv("LISTEN_FDNAMES")
