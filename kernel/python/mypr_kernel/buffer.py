@@ -6,7 +6,7 @@ may put; the main thread reads.
 
 from __future__ import annotations
 
-from _thread import allocate_lock
+from _thread import RLock
 
 from .outbox import utf8_size
 
@@ -54,7 +54,7 @@ class Buffer:
         self.truncated = False  # something was not kept
         self.evicted = False  # nothing is kept any more
         self._closed = False
-        self._lock = allocate_lock()
+        self._lock = RLock()  # a finalizer may print in the middle of put()
         self._pieces: list[_Piece] = []
         self._wake: list[Callable[[], None]] = []
 

@@ -15,16 +15,15 @@ from __future__ import annotations
 import _socket
 import os
 import select
-import sys
 import time
-from _signal import SIGINT, SIGTERM, pthread_kill
-from _thread import allocate_lock, start_new_thread
+from _signal import SIGTERM
+from _thread import allocate_lock, get_ident, start_new_thread
 from collections import deque
 
 from . import interrupts, wire
-from .cells import QUEUED, RUNNING, Cell, current
+from .cells import QUEUED, RUNNING, Cell
 from .outbox import Chunk, Event, Message
-from .turn import BLOCKED_AFTER
+from .watch import Watch, interrupted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,10 +39,6 @@ RECONNECT_FIRST, RECONNECT_MAX = 0.05, 5.0  # seconds
 LINGER = 0.001  # seconds: how long output waits for more of it
 BATCH = 256 << 10  # bytes joined for one send
 RECEIVE = 64 << 10  # bytes; from 128 KiB on malloc maps and unmaps pages for each buffer
-ANSWER_WITHIN = 0.5  # seconds from an interrupt to "pending"
-RESEND_EVERY = 0.05  # seconds between signals to a cell that still holds the loop
-RESEND_FOR = 1.0  # seconds
-REPEATED_SIGNALS = 20  # KeyboardInterrupts that a second request for the same cell may raise
 
 TERMINAL = ("succeeded", "failed", "cancelled")
 
@@ -103,7 +98,6 @@ class Link:
         self._posted = False  # something that the main thread was not woken for
         self._linger = False  # output was framed, or a cell came: there may be more at once
         self._outbox = outbox
-        self._turn = turn
         self._captured = {c.fd: c for c in captured}
         self._log = log
         self._notifier = notifier
@@ -126,8 +120,6 @@ class Link:
         self._seen: set[str] = set()  # exec ids whose terminal event is not acknowledged
         self._terminal: deque[tuple[int, str]] = deque()  # those events
         self._calls: dict[int, Call] = {}
-        self._requests: list[interrupts.Request] = []
-        self._tries: dict[str, int] = {}  # exec id -> interrupts so far
 
         self._signals, interrupts.wakeup_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._epoll = select.epoll()
@@ -135,10 +127,7 @@ class Link:
         self._paused = False  # the captured pipes are not read: the ring is full
         self._reconnect_at = 0.0  # monotonic; 0.0 for never
         self._reconnect_delay = RECONNECT_FIRST
-        self._ping_at = time.monotonic() if notifier.interval else 0.0
-        self._look_at = 0.0
-        self._stop_at = 0.0
-        self._blocked: dict[str, Any] | None = None
+        self._watch = Watch(turn, notifier, main_thread, self._once, self._deliver)
 
     def start(self) -> None:
         self._epoll.register(self._signals, select.EPOLLIN)
@@ -146,7 +135,6 @@ class Link:
         for fd in self._captured:
             self._epoll.register(fd, select.EPOLLIN)
             self._pipes.register(fd, select.EPOLLIN)
-        self._turn.tell_busy = True
         # Not threading.Thread: importing that costs 2 ms, and imported first here it
         # would take this thread for the main one (before Python 3.13).
         start_new_thread(self._main, ())
@@ -196,6 +184,7 @@ class Link:
     # -- the thread ------------------------------------------------------------
 
     def _main(self) -> None:
+        self._outbox.io_thread = get_ident()
         self._notifier.send("READY=1\nSTATUS=ready")
         self._connect()
         while True:
@@ -210,7 +199,7 @@ class Link:
     def _turn_once(self) -> None:
         done = self._done  # looked at before framing: what was put before it is framed now
         self._frame_all()
-        self._watch()
+        self._do_due()
         self._send()
         if done is not None and (not self._events or self._socket is None):
             self._done = None
@@ -234,7 +223,7 @@ class Link:
                 os.eventfd_read(fd)
             elif fd == self._signals:
                 if SIGTERM in os.read(fd, 64):
-                    self._stop_at = time.monotonic()
+                    self._watch.stop()
                 self._wake_main()
             elif fd in self._captured:
                 self._read_pipes()
@@ -250,152 +239,51 @@ class Link:
         self._posted = True
 
     def _timeout(self) -> float | None:
-        at = [t for t in (self._reconnect_at, self._ping_at, self._look_at, self._stop_at) if t]
-        at += [t for r in self._requests for t in (r.answer_at, r.signal_at) if t]
+        at = self._watch.deadlines()
+        if self._reconnect_at:
+            at.append(self._reconnect_at)
         return max(min(at) - time.monotonic(), 0.0) if at else None
 
-    # -- deadlines -------------------------------------------------------------
-
-    def _watch(self) -> None:
+    def _do_due(self) -> None:
         """Do what is due. Each deadline that has passed is taken back or moved into the
         future here, so that ``_timeout`` is never in the past twice."""
         now = time.monotonic()
-        if self._ping_at and now >= self._ping_at:
-            self._notifier.send("WATCHDOG=1")
-            self._ping_at = now + self._notifier.interval
         if self._reconnect_at and now >= self._reconnect_at:
             self._reconnect_at = 0.0
             self._connect()
-        if self._stop_at and now >= self._stop_at:
-            # Until the handler has run: the signal may have come just before a system call.
-            self._stop_at = 0.0 if interrupts.stopping else now + RESEND_EVERY
-            if self._stop_at and self._turn.since:
-                pthread_kill(self.main_thread, SIGTERM)
-        self._watch_loop(now)
-        for request in list(self._requests):
-            self._pursue(request, now)
-
-    def _watch_loop(self, now: float) -> None:
-        turn = self._turn
-        since = turn.since
-        if now >= self._look_at:
-            self._look_at = 0.0
-        if self._blocked is not None:
-            if since == self._blocked["monotonic"]:
-                return  # the end of the turn will wake us
-            self._blocked = None
-            self._notifier.send("STATUS=ready")
-            self._once({"type": "loop", "blocked": None})
-        if not since:
-            if self._look_at:
-                return  # it was given a cell and will begin
-            turn.tell_busy = True
-            since = turn.since
-            if not since:
-                return
-            turn.tell_busy = False
-        if now < since + BLOCKED_AFTER:
-            self._look_at = since + BLOCKED_AFTER
-            return
-        cell, where = self._holder()
-        turn.tell_idle = True
-        if turn.since != since:  # it just moved on
-            turn.tell_idle = False
-            self._look_at = now + BLOCKED_AFTER
-            return
-        self._blocked = {
-            "exec_id": cell.exec_id if cell else "",
-            "since": time.time() - (now - since),
-            "where": where,
-            "monotonic": since,
-        }
-        self._notifier.send(f"STATUS=blocked by {self._blocked['exec_id'] or 'a callback'} at {where}")
-        self._say_blocked()
-
-    def _say_blocked(self) -> None:
-        if self._blocked is not None:
-            told = {k: v for k, v in self._blocked.items() if k != "monotonic"}
-            self._once({"type": "loop", "blocked": told})
-
-    def _holder(self) -> tuple[Cell | None, str]:
-        """Whose code the main thread runs, and where."""
-        return holder(sys._current_frames().get(self.main_thread))
+        self._watch.look(now)
 
     # -- interrupts ------------------------------------------------------------
 
     def _interrupt(self, ident: int, exec_id: str | None) -> None:
         cell = self._cells.get(exec_id) if exec_id else self._implied()
         if cell is None:
-            self._answer(ident, exec_id or "", "finished")
+            self._once(interrupted(ident, exec_id or "", "finished"))
             return
         with self._outbox.lock:
             queued = cell.state == QUEUED
             if queued:
                 cell.state = "cancelled"
-        if queued:
-            self._outbox.state(
-                cell,
-                {
-                    "event": "state",
-                    "state": "cancelled",
-                    "error": "CancelledError: interrupted on request before it began",
-                    "error_info": {"code": "cancelled", "message": "interrupted on request before it began"},
-                },
-                True,
-            )
-            self._frame_all()
-            self._answer(ident, cell.exec_id, "dequeued")
+        if not queued:
+            self._watch.interrupt(ident, cell)
             return
-        now = time.monotonic()
-        tries = self._tries[cell.exec_id] = self._tries.get(cell.exec_id, 0) + 1
-        request = interrupts.Request(ident, cell, 1 if tries == 1 else REPEATED_SIGNALS)
-        request.answer_at = now + ANSWER_WITHIN
-        request.signal_at = now
-        request.until = now + RESEND_FOR
-        self._requests.append(request)
-        interrupts.targets = tuple(self._requests)
-        self._deliver("interrupt", request)
-        self._pursue(request, now)
+        reason = "interrupted on request before it began"
+        fields = {
+            "event": "state",
+            "state": "cancelled",
+            "error": f"CancelledError: {reason}",
+            "error_info": {"code": "cancelled", "message": reason},
+        }
+        self._outbox.state(cell, fields, True)
+        self._frame_all()
+        self._once(interrupted(ident, cell.exec_id, "dequeued"))
 
     def _implied(self) -> Cell | None:
         """The cell that an interrupt without a name means."""
-        if self._turn.since:
-            cell, _ = self._holder()
-            if cell is not None and not cell.ended:
-                return cell
+        cell = self._watch.holder()
+        if cell is not None and not cell.ended:
+            return cell
         return self._running[0] if len(self._running) == 1 else None
-
-    def _pursue(self, request: interrupts.Request, now: float) -> None:
-        """Signal again while it is needed, answer when it is time, forget when it is over."""
-        if request.answer_at and now >= request.answer_at:
-            request.answer_at = 0.0
-            self._answer(request.ident, request.cell.exec_id, "pending")
-        if request.signal_at and now >= request.signal_at:
-            if request.delivered >= request.signals or now >= request.until:
-                request.signal_at = 0.0
-            else:
-                # Again and again: the signal may have met a moment in which another cell
-                # or the kernel itself ran.
-                request.signal_at = now + RESEND_EVERY
-                if self._turn.since:
-                    pthread_kill(self.main_thread, SIGINT)
-        if not request.answer_at and not request.signal_at:
-            self._forget(request)
-
-    def _forget(self, request: interrupts.Request) -> None:
-        self._requests.remove(request)
-        interrupts.targets = tuple(self._requests)
-
-    def _answer(self, ident: int, exec_id: str, outcome: str) -> None:
-        self._once({"type": "interrupted", "id": ident, "exec_id": exec_id, "outcome": outcome})
-
-    def _cell_ended(self, cell: Cell) -> None:
-        self._tries.pop(cell.exec_id, None)
-        for request in [r for r in self._requests if r.cell is cell]:
-            self._forget(request)
-            if request.answer_at:
-                outcome = "interrupted" if request.delivered else "cancelled"
-                self._answer(request.ident, cell.exec_id, outcome)
 
     # -- framing ---------------------------------------------------------------
 
@@ -443,7 +331,7 @@ class Link:
                 self._running.remove(cell)
             self._cells.pop(cell.exec_id, None)
             self._terminal.append((self._next_seq - 1, cell.exec_id))
-            self._cell_ended(cell)
+            self._watch.ended(cell)
 
     def _append(self, cell: Cell, at: float, fields: dict[str, Any]) -> int:
         seq = self._next_seq
@@ -576,8 +464,7 @@ class Link:
         self._queue.clear()
         # At once: the supervisor holds the listening socket.
         self._reconnect_at = time.monotonic()
-        for request in list(self._requests):
-            request.answer_at = 0.0  # who asked is gone; the interrupt goes on
+        self._watch.asker_gone()
 
     def _send(self) -> None:
         while self._socket is not None and self._writable:
@@ -671,9 +558,7 @@ class Link:
         self._cells[exec_id] = cell
         self._deliver("execute", cell)
         self._linger = True  # it may be over at once
-        # The loop is about to get busy; it need not say so.
-        self._turn.tell_busy = False
-        self._look_at = time.monotonic() + BLOCKED_AFTER
+        self._watch.expect_work()
 
     def _welcome(self, message: dict[str, Any]) -> None:
         if message.get("protocol", wire.PROTOCOL) != wire.PROTOCOL:
@@ -688,7 +573,7 @@ class Link:
         self._welcomed = True
         self._deliver("welcome", message)
         self._queue.extend(frame.line for frame in self._events)
-        self._say_blocked()
+        self._watch.say_blocked()
         for ident, call in list(self._calls.items()):
             if call.sent and not call.idempotent:
                 del self._calls[ident]
@@ -717,35 +602,3 @@ class Link:
             self._outbox.framed(0, -freed)
         while self._terminal and self._terminal[0][0] <= seq:
             self._seen.discard(self._terminal.popleft()[1])
-
-
-def holder(frame: Any) -> tuple[Cell | None, str]:
-    """Whose code a frame of the main thread runs, and where: ("line 3 of the cell" etc.)."""
-    inner = frame
-    cell: Cell | None = None
-    while frame is not None and cell is None:
-        code = frame.f_code
-        if code.co_name == "_run" and frame.f_globals.get("__name__") == "asyncio.events":
-            handle = frame.f_locals.get("self")
-            cell = handle._context.get(current) if handle is not None else None
-            break
-        if code.co_name == "run_cell" and interrupts.is_kernel(frame):
-            cell = frame.f_locals.get("cell")
-        frame = frame.f_back
-    return cell, where(inner)
-
-
-def where(frame: Any) -> str:
-    """ "cell line 3, in work", or "file.py:41, in f (cell line 3)"."""
-    outside = ""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith("<cell "):
-            place = f"cell line {frame.f_lineno}"
-            if outside:
-                return f"{outside} ({place})"
-            return place if code.co_name == "<module>" else f"{place}, in {code.co_name}"
-        if not outside and not interrupts.is_kernel(frame) and not code.co_filename.startswith("<"):
-            outside = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, in {code.co_name}"
-        frame = frame.f_back
-    return outside

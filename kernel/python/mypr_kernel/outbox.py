@@ -79,7 +79,10 @@ class Outbox:
         self.output_bytes = output_bytes  # of one run, text and files together
         self.event_chars = DEFAULT_EVENT_CHARS
         self._wake_fd = wake_fd
-        self.lock = _thread.allocate_lock()
+        # Reentrant: the garbage collector may run a user's __del__ that prints in the middle
+        # of anything below. Nothing is lost then; a count may come out a little low.
+        self.lock = _thread.RLock()
+        self.io_thread = 0  # its identity: it must not wait for itself
         self._items: deque[Chunk | Event | Message] = deque()
         self._tail: Chunk | None = None  # the last item, when it may still grow
         self._pending = 0  # characters and costs of _items
@@ -200,6 +203,8 @@ class Outbox:
 
     def wait(self) -> None:
         """Wait until the ring has room. An interrupt of the caller's cell ends the wait."""
+        if _thread.get_ident() == self.io_thread:
+            return
         gate = _thread.allocate_lock()
         gate.acquire()
         with self.lock:

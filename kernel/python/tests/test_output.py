@@ -243,3 +243,27 @@ def test_closing_the_descriptors_does_no_harm(kernel: Kernel) -> None:
     assert kernel.run("print('python still prints')").text() == "python still prints\n"
     kernel.send({"type": "ping", "id": 1})
     kernel.wait_for(lambda m: m["type"] == "pong")
+
+
+def test_finalizers_print_wherever_the_collector_runs_them(kernel: Kernel) -> None:
+    """The garbage collector may run a user's __del__ at any point, in any thread, also in
+    the middle of a print and in the kernel's own code."""
+    cell = kernel.run(
+        "import gc, sys\n"
+        "class Noisy:\n"
+        "    def __init__(self): self.me = self\n"
+        "    def __del__(self): print('del', file=sys.stderr)\n"
+        "def work():\n"
+        "    for i in range(5000):\n"
+        "        Noisy()\n"
+        "        print(i)\n"
+        "gc.collect(); gc.set_threshold(1)\n"
+        "work()\n"
+        "gc.set_threshold(700); gc.collect();"
+    )
+    assert cell.state == "succeeded"
+    assert cell.text() == "".join(f"{i}\n" for i in range(5000))
+    # Some are run by the I/O thread, which is nobody's: those are in the log.
+    log = kernel.log.read_text()
+    assert cell.text("stderr").count("del\n") + log.count("del\n") == 5000
+    assert kernel.run("1").result == "1"
