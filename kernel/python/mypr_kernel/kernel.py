@@ -113,6 +113,7 @@ class Kernel:
         self._stand_in: Any = None  # the task of a cell that imported asyncio, and its end
         self._c_streams = CStreams()
         self._exit: int | None = None
+        self._forked = False  # this is a child of the kernel
         self._router = streams.Router(self.outbox, self.log, lambda: self.running)
         self.namespace = self._make_namespace()
 
@@ -159,7 +160,11 @@ class Kernel:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        """In a forked child (multiprocessing): it is no kernel."""
+        """In a forked child (multiprocessing): it is no kernel. What the child forks has
+        nothing to let go of: the descriptors' numbers and the signals are the child's now."""
+        if self._forked:
+            return
+        self._forked = True
         self._stdout.after_fork()
         self._stderr.after_fork()
         interrupts.leave()

@@ -124,3 +124,28 @@ def test_children_get_no_descriptor_of_the_kernel(kernel: Kernel) -> None:
     )
     assert cell.result is not None
     assert set(eval(cell.result)) <= {b"0", b"1", b"2", b"3"}
+
+
+def test_a_child_of_a_child_keeps_what_is_its_own(kernel: Kernel) -> None:
+    """A daemon that forks twice, and workers of a worker: their descriptors have the numbers
+    that the first child let go of, and their signal handlers are their own."""
+    cell = kernel.run(
+        "import os, signal\n"
+        "def child():\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "    mine = [os.open('/dev/null', os.O_RDONLY) for _ in range(20)]\n"
+        "    if pid := os.fork():\n"
+        "        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+        "    for fd in mine: os.fstat(fd)\n"
+        "    return 3 if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 0\n"
+        "if pid := os.fork():\n"
+        "    print('status', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "else:\n"
+        "    status = 9\n"
+        "    try:\n"
+        "        status = child()\n"
+        "    finally:\n"
+        "        os._exit(status)"
+    )
+    assert "status 0\n" in cell.text()
+    assert "Error" not in cell.text()
