@@ -456,6 +456,7 @@ func (c *fakeControl) Kill(context.Context, control.KillParams) error { return n
 func (c *fakeControl) Wait(_ context.Context, p control.WaitParams) (control.UnitStatus, error) {
 	return control.UnitStatus{}, rpc.Errorf(rpc.CodeNotFound, "there is no unit %s", p.Name)
 }
+func (c *fakeControl) Shutdown(context.Context, control.ShutdownParams) error { return nil }
 func (c *fakeControl) Reexec(_ context.Context, p control.ReexecParams) error {
 	c.s.mu.Lock()
 	c.s.reexec = append(c.s.reexec, p.Executable)
