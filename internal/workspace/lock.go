@@ -99,7 +99,7 @@ func AcquireLock(ctx context.Context, path string) (*Lock, error) {
 		fd, err := unix.Open(path, unix.O_RDWR|unix.O_CREAT|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 		if err != nil {
 			free()
-			return nil, fmt.Errorf("cannot open the lock %s: %w", path, err)
+			return nil, cannotOpen(path, err)
 		}
 		err = unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
 		if err == unix.EWOULDBLOCK {
@@ -169,6 +169,16 @@ func (l *Lock) describe() {
 	}
 }
 
+// cannotOpen is the error for a lock file that refuses. Mostly it is another user's:
+// each user has a runtime of their own and none uses another's.
+func cannotOpen(path string, err error) error {
+	e := rpc.Errorf(codeOf(err), "cannot open the lock %s: %v", path, err)
+	if errors.Is(err, syscall.EACCES) {
+		return e.WithHint("use a directory of your own: mypr-mcp -C DIR …, or do it as the user whose directory this is")
+	}
+	return e.WithHint("make it readable and writable for you, and try again")
+}
+
 // lockHeld reports whether somebody holds the lock at path, without waiting. It takes
 // the lock shared for an instant, which is why those who want it exclusively wait a
 // little (AcquireLock) rather than only try.
@@ -178,7 +188,7 @@ func lockHeld(path string) (bool, error) {
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("cannot open the lock %s: %w", path, err)
+		return false, cannotOpen(path, err)
 	}
 	defer unix.Close(fd)
 	switch err := unix.Flock(fd, unix.LOCK_SH|unix.LOCK_NB); err {

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"mypr/internal/rpc"
 )
 
 // holder is another process that holds a lock until release.
@@ -224,5 +226,24 @@ func TestHolderText(t *testing.T) {
 	h := &Holder{PID: 7, Program: "mypr-mcp manager", PIDNamespace: "1", Host: "elsewhere"}
 	if s := h.String(); !strings.Contains(s, "another container or pid namespace (host name elsewhere)") {
 		t.Errorf("%q", s)
+	}
+}
+
+// Another user's lock file may not be opened; the error says what to do then.
+func TestLockOfAnotherUser(t *testing.T) {
+	err := cannotOpen("/their/.mypr/manager.lock", unix.EACCES)
+	e := rpc.AsError(err)
+	if e.Code != rpc.CodePermission || !strings.Contains(e.Message, "manager.lock") || !strings.Contains(e.Hint, "-C DIR") {
+		t.Errorf("%+v", e)
+	}
+	path := filepath.Join(t.TempDir(), "l")
+	if err := os.Symlink("elsewhere", path); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := lockHeld(path); rpc.AsError(err).Hint == "" {
+		t.Errorf("a symbolic link: %v", err)
+	}
+	if _, err := AcquireLock(t.Context(), path); rpc.AsError(err).Hint == "" {
+		t.Errorf("a symbolic link: %v", err)
 	}
 }
