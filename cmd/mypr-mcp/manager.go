@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/coreos/go-systemd/v22/activation"
 	"github.com/spf13/cobra"
@@ -89,6 +90,7 @@ func (c *cli) manager(ctx context.Context) error {
 			return u, err
 		},
 		Services: services(w, log), Jobs: backgroundJobs(w, loader, cfg, started, log),
+		IdleExit: time.Duration(cfg.Limits.IdleExitSeconds) * time.Second,
 		Limits: manager.Limits{
 			OutputBytes: cfg.Limits.OutputBytes, CompletedTasks: cfg.Limits.CompletedTasks,
 			CompletedRecords: cfg.Limits.CompletedRecords, CacheBytes: cfg.Limits.CacheBytes,

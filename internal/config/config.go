@@ -43,6 +43,7 @@ type Limits struct {
 	OutputBytes      int64 `toml:"output_bytes"`      // of one run
 	ExecuteWaitMS    int64 `toml:"execute_wait_ms"`   // default wait of execute
 	PollWaitMS       int64 `toml:"poll_wait_ms"`      // default wait of poll
+	IdleExitSeconds  int64 `toml:"idle_exit_seconds"` // end an idle session after so long; 0: never
 }
 
 // Default is the configuration without any file.
@@ -218,6 +219,7 @@ func (c *Config) check() (key []string, err error) {
 		{"output_bytes", l.OutputBytes, 1 << 10, 1 << 40},
 		{"execute_wait_ms", l.ExecuteWaitMS, 0, api.MaxWaitMS},
 		{"poll_wait_ms", l.PollWaitMS, 0, api.MaxWaitMS},
+		{"idle_exit_seconds", l.IdleExitSeconds, 0, 10 * 365 * 86400},
 	} {
 		if b.value < b.least || b.value > b.top {
 			return []string{"limits", b.key}, fmt.Errorf("%d is not between %d and %d", b.value, b.least, b.top)

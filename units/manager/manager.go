@@ -54,6 +54,7 @@ type Supervisor interface {
 	Restart(ctx context.Context, p control.JobParams) (control.JobResult, error)
 	Kill(ctx context.Context, p control.KillParams) error
 	Reexec(ctx context.Context, p control.ReexecParams) error
+	Shutdown(ctx context.Context, p control.ShutdownParams) error
 	Subscribe(ctx context.Context, names ...string) ([]control.UnitStatus, <-chan control.UnitEvent, error)
 	Wait(ctx context.Context, p control.WaitParams) (control.UnitStatus, error)
 	Done() <-chan struct{}
@@ -101,7 +102,8 @@ type Options struct {
 	// Jobs makes what runs background work (ws.shell, ws.packages). It may be nil.
 	Jobs        func(h JobsHost) Jobs
 	Limits      Limits
-	Instance    string // of the supervisor
+	IdleExit    time.Duration // end the session when it was idle for so long; 0: never
+	Instance    string        // of the supervisor
 	Version     string
 	Executable  string   // of this program, the default target of a restart
 	Environment []string // of programs of ours that are started as units
@@ -160,6 +162,7 @@ type Manager struct {
 	logChanged  chan struct{}            // closed and replaced when log lines were added and somebody waits
 	logWaiters  int
 	statusTimer *time.Timer
+	idleTimer   *time.Timer
 	statusText  string
 }
 
@@ -255,6 +258,9 @@ func Run(ctx context.Context, o Options) error {
 	m.mu.Lock()
 	if m.statusTimer != nil {
 		m.statusTimer.Stop()
+	}
+	if m.idleTimer != nil {
+		m.idleTimer.Stop()
 	}
 	for _, r := range m.live {
 		r.stopTimer()
@@ -413,6 +419,7 @@ func (m *Manager) notify(state string) {
 
 // touchStatus lets the status line follow what it counts, at most once a second.
 func (m *Manager) touchStatus() {
+	m.touchIdle()
 	if m.opts.Notify == nil {
 		return
 	}
