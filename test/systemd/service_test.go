@@ -691,3 +691,25 @@ func (s *session) killFirst(cmd *exec.Cmd, more func()) {
 		s.t.Errorf("after the end of the first client: %s", got)
 	}
 }
+
+func TestIdleExit(t *testing.T) {
+	s := enabled(t)
+	if err := os.WriteFile(filepath.Join(s.dir, ".mypr", "config.toml"), []byte("[python]\nplain = true\n[limits]\nidle_exit_seconds = 1\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	f := s.serve()
+	f.runs("x = 1", "")
+	f.tool("execute", map[string]any{"code": "import time; time.sleep(2.5)", "wait_ms": 10000})
+	f.runs("x", "1") // somebody is connected: it stays
+	wait := end(t, s.mainPID())
+	f.in.Close()
+	wait()
+	s.nothingLeft()
+	systemctl(t, "daemon-reload") // systemd has taken its end in by then
+	if st := property(t, s.service(), "ActiveState"); st != "inactive" {
+		t.Errorf("the service is %s", st)
+	}
+	if got := s.ok("exec", "'x' in globals()"); got != "False" {
+		t.Errorf("the next session: %s", got)
+	}
+}
