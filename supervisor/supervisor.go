@@ -600,7 +600,7 @@ func (s *Supervisor) leave() error {
 }
 
 func (s *Supervisor) checkShutdown() {
-	if !s.shutting || s.ending > 0 {
+	if !s.shutting || s.ending > 0 || s.done { // the answers are given once
 		return
 	}
 	for _, u := range s.units {
