@@ -78,14 +78,21 @@ func TestStopSweepsEscapists(t *testing.T) {
 func TestLeaderLeavesChildren(t *testing.T) {
 	tiers(t, func(t *testing.T, tier int) {
 		e := start(t, tier)
-		u := shell("left.service", fmt.Sprintf(escapists, "exit 0"))
+		fifo := e.dir + "/fifo"
+		e.must(syscall.Mkfifo(fifo, 0o600))
+		u := shell("left.service", fmt.Sprintf(escapists, "read x <"+fifo+"; exit 0"))
 		u.Service.TimeoutStopSec = 50 * time.Millisecond
 		out, r := e.startLines(u)
 		var pids []int
-		for range 4 {
+		for range 4 { // all are there before the leader goes
 			pid, _ := strconv.Atoi(out.next())
 			pids = append(pids, pid)
 		}
+		f, err := os.OpenFile(fifo, os.O_WRONLY, 0)
+		e.must(err)
+		_, err = f.WriteString("go\n")
+		f.Close()
+		e.must(err)
 		st := e.wait(u.Name, r.Unit.InvocationID)
 		for _, pid := range pids {
 			if !gone(pid) {
