@@ -37,6 +37,9 @@ const (
 	patience      = 30 * time.Second
 )
 
+// base is the user's cgroup: the root of the namespace, or a group of the second kernel.
+var base = "/sys/fs/cgroup" + os.Getenv("MYPR_TEST_CGROUP")
+
 // bin is the program under test.
 var bin = os.Getenv("MYPR_BIN")
 
@@ -52,6 +55,13 @@ func TestMain(m *testing.M) {
 		})
 	case "namespaces":
 		code, err = inside()
+	case "uml":
+		code, err = machine()
+		fmt.Fprintf(os.Stderr, "\n%s%d\n", umlVerdict, code)
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+		}
+		_ = unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF)
 	case "user":
 		code, err = asUser(m)
 	}
@@ -157,6 +167,45 @@ func remove(dir string) {
 	}
 }
 
+// umlVerdict precedes the exit status of the tests on a second kernel.
+const umlVerdict = "TESTS-ENDED="
+
+// machine is pid 1 of a second kernel (User-Mode Linux), which has what this machine may
+// lack: cgroup v2 with controllers. Its root is this machine's tree, read-only.
+func machine() (int, error) {
+	u, err := user.Lookup(testUser)
+	if err != nil {
+		return 1, err
+	}
+	uid, _ := strconv.Atoi(u.Uid)
+	os.Setenv("PATH", "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
+	for _, m := range [][4]string{
+		{"proc", "/proc", "proc"}, {"sysfs", "/sys", "sysfs"}, {"devtmpfs", "/dev", "devtmpfs"}, {"tmpfs", "/tmp", "tmpfs", "mode=1777"},
+		{"tmpfs", os.Getenv("MYPR_TEST_HOME"), "tmpfs", "mode=755,uid=" + u.Uid}, {"cgroup2", "/sys/fs/cgroup", "cgroup2", "nsdelegate"},
+	} {
+		if err := unix.Mount(m[0], m[1], m[2], 0, m[3]); err != nil && err != unix.EBUSY { // the kernel has mounted /dev
+			return 1, fmt.Errorf("mount %s: %w", m[1], err)
+		}
+	}
+	for _, n := range []string{"/dev/null", "/dev/zero", "/dev/urandom"} {
+		_ = os.Chmod(n, 0o666)
+	}
+	if err := os.Mkdir(base, 0o755); err != nil {
+		return 1, err
+	}
+	for _, dir := range []string{"/sys/fs/cgroup", base} {
+		if err := os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+memory +pids +cpu"), 0); err != nil {
+			return 1, err
+		}
+	}
+	for _, f := range []string{"", "cgroup.procs", "cgroup.subtree_control"} {
+		if err := os.Chown(filepath.Join(base, f), uid, uid); err != nil {
+			return 1, err
+		}
+	}
+	return inside()
+}
+
 // inside is pid 1 of the namespaces.
 func inside() (int, error) {
 	u, err := user.Lookup(testUser)
@@ -177,20 +226,22 @@ func inside() (int, error) {
 		}
 	}
 	err = os.NewSyscallError("mount /", unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""))
-	mount("proc", "/proc", "proc", "")
 	mount("tmpfs", "/run", "tmpfs", "mode=755")
-	mount("cgroup2", "/sys/fs/cgroup", "cgroup2", "")
+	if os.Getenv(stageVariable) != "uml" {
+		mount("proc", "/proc", "proc", "")
+		mount("cgroup2", "/sys/fs/cgroup", "cgroup2", "")
+	}
 	mount("tmpfs", "/var/log", "tmpfs", "mode=755") // a journal on disk has a file for each user
 	if err != nil {
 		return 1, err
 	}
 	// /run/systemd/system is how systemd tells that it runs the machine.
-	for _, dir := range []string{"/run/systemd/system", "/run/systemd/journal", "/run/systemd/journald.conf.d", run, "/sys/fs/cgroup/tests"} {
+	for _, dir := range []string{"/run/systemd/system", "/run/systemd/journal", "/run/systemd/journald.conf.d", run, base + "/tests"} {
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			return 1, err
 		}
 	}
-	for _, path := range []string{run, "/sys/fs/cgroup/tests", "/sys/fs/cgroup/tests/cgroup.procs"} {
+	for _, path := range []string{run, base + "/tests", base + "/tests/cgroup.procs"} {
 		if err := os.Chown(path, uid, gid); err != nil {
 			return 1, err
 		}
@@ -198,7 +249,7 @@ func inside() (int, error) {
 	err = errors.Join(os.Chmod(run, 0o700),
 		os.WriteFile("/run/systemd/journald.conf.d/test.conf", []byte("[Journal]\nStorage=persistent\nReadKMsg=no\nAudit=no\nForwardToSyslog=no\nRateLimitBurst=0\n"), 0o644),
 		os.WriteFile("/run/systemd/journal/flushed", nil, 0o644),
-		os.WriteFile("/sys/fs/cgroup/tests/cgroup.procs", []byte("1"), 0))
+		os.WriteFile(base+"/tests/cgroup.procs", []byte("1"), 0))
 	if err != nil {
 		return 1, err
 	}
@@ -223,7 +274,8 @@ func inside() (int, error) {
 	env := []string{
 		"HOME=" + os.Getenv("MYPR_TEST_HOME"), "USER=" + testUser, "LOGNAME=" + testUser, "SHELL=/bin/sh", "LANG=C.UTF-8",
 		"PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "XDG_RUNTIME_DIR=" + run, "DBUS_SESSION_BUS_ADDRESS=unix:path=" + run + "/bus",
-		"MYPR_BIN=" + bin, "MYPR_TEST_DOCS=" + filepath.Join(filepath.Dir(bin), "SYSTEMD.md"), stageVariable + "=user",
+		"MYPR_BIN=" + bin, "MYPR_TEST_HOME=" + os.Getenv("MYPR_TEST_HOME"), "MYPR_TEST_EXE=" + os.Getenv("MYPR_TEST_EXE"), "MYPR_TEST_KERNEL=" + os.Getenv("MYPR_TEST_KERNEL"), "MYPR_TEST_CGROUP=" + os.Getenv("MYPR_TEST_CGROUP"),
+		"MYPR_TEST_DOCS=" + filepath.Join(filepath.Dir(bin), "SYSTEMD.md"), stageVariable + "=user",
 	}
 	cmd := exec.Command(os.Getenv("MYPR_TEST_EXE"), os.Args[1:]...)
 	cmd.Env, cmd.Dir, cmd.Stdout, cmd.Stderr = env, "/", os.Stdout, os.Stderr
@@ -273,9 +325,7 @@ func asUser(m *testing.M) (int, error) {
 	if err != nil {
 		return 1, err
 	}
-	// The manager gets the root of this namespace, which is the user's: it may not be in
-	// a group of its own that it cannot leave.
-	manager := exec.Command("/bin/sh", "-c", "mkdir /sys/fs/cgroup/manager && echo $$ > /sys/fs/cgroup/manager/cgroup.procs && exec "+systemdPath+" --user --log-target=journal")
+	manager := exec.Command("/bin/sh", "-c", "mkdir "+base+"/manager && echo $$ > "+base+"/manager/cgroup.procs && exec "+systemdPath+" --user --log-target=journal")
 	manager.Env = append(os.Environ(), "NOTIFY_SOCKET="+run+"/test-notify", stageVariable+"=")
 	manager.Stderr = os.Stderr
 	if err := manager.Start(); err != nil {

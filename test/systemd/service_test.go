@@ -24,7 +24,7 @@ import (
 )
 
 // slice is where all sessions of the user are.
-const slice = "/sys/fs/cgroup/manager/app.slice/app-mypr.slice"
+var slice = base + "/manager/app.slice/app-mypr.slice"
 
 // session is a workspace.
 type session struct {
