@@ -217,6 +217,10 @@ func (f *fake) Release(ctx context.Context, name string, fds ...string) error {
 	return nil
 }
 
+func (f *fake) Info(context.Context) (control.Info, error) {
+	return control.Info{Tier: 1, Controllers: []string{"memory", "cpu"}, TierReason: "the pids controller is missing"}, nil
+}
+
 func (f *fake) Kill(ctx context.Context, p control.KillParams) error {
 	u, err := f.get(p.Name)
 	if err != nil {

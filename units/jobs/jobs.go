@@ -61,6 +61,7 @@ const CodeStart = "start_failed"
 
 // Supervisor is what jobs need of the control socket; *control.Client has it.
 type Supervisor interface {
+	Info(ctx context.Context) (control.Info, error)
 	StartTransient(ctx context.Context, p control.TransientParams, files ...*os.File) (control.TransientResult, map[string]*os.File, error)
 	Attach(ctx context.Context, name string) (control.TransientResult, map[string]*os.File, error)
 	Release(ctx context.Context, name string, fds ...string) error

@@ -551,6 +551,9 @@ func TestLimitsReachTheUnit(t *testing.T) {
 	if s.MemoryMax != 3<<29 || s.CPUQuota != 1_500_000 || s.TasksMax != 200 || s.RuntimeMaxSec != 10*time.Minute {
 		t.Fatalf("%+v", s)
 	}
+	if len(st.Warnings) != 1 || st.Warnings[0].Text != "nothing here enforces the limits on pids: the pids controller is missing" {
+		t.Fatalf("%+v", st.Warnings)
+	}
 }
 
 func TestAdmissionRefuses(t *testing.T) {

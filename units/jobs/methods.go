@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"slices"
+	"strings"
 	"time"
 	"unicode/utf8"
 
@@ -12,6 +13,7 @@ import (
 
 	"mypr/internal/api"
 	"mypr/internal/rpc"
+	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
 )
 
@@ -154,6 +156,7 @@ func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startPara
 	}
 	if p.Limits != (Limits{}) {
 		st.Limits = &p.Limits
+		s.checkLimits(ctx, &st)
 	}
 	j := newJob(s, st)
 	s.mu.Lock()
@@ -174,6 +177,30 @@ func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startPara
 	s.mu.Unlock()
 	go j.run(u, p)
 	return j, j.startError(ctx)
+}
+
+// checkLimits warns of limits that nothing here enforces.
+func (s *Service) checkLimits(ctx context.Context, st *Status) {
+	var info control.Info
+	err := s.supervisor(ctx, func(sup Supervisor) (err error) {
+		info, err = sup.Info(ctx)
+		return err
+	})
+	if err != nil {
+		return // the start is about to fail for the same reason
+	}
+	var not []string
+	for _, l := range []struct {
+		controller string
+		asked      bool
+	}{{"memory", st.Limits.Memory > 0}, {"cpu", st.Limits.CPU > 0}, {"pids", st.Limits.PIDs > 0}} {
+		if l.asked && (info.Tier != 1 || !slices.Contains(info.Controllers, l.controller)) {
+			not = append(not, l.controller)
+		}
+	}
+	if len(not) > 0 {
+		st.warn("limits_not_enforced", "nothing here enforces the limits on "+strings.Join(not, ", ")+": "+info.TierReason)
+	}
 }
 
 // startError waits until the job runs or could not be started.
