@@ -16,8 +16,13 @@ import (
 
 // notified handles one message of the notify socket, which it closes.
 func (s *Supervisor) notified(m *notify.Message) {
-	defer m.Close() // a barrier is answered by this
 	u, pr := s.sender(m)
+	if u != nil && pr == nil && u.spawning() {
+		// A quick process speaks before the loop has heard that it runs.
+		u.early = append(u.early, m)
+		return
+	}
+	defer m.Close() // a barrier is answered by this
 	if u == nil {
 		s.log.Debug("notification from no unit's process", "pid", m.PID)
 		return
@@ -29,6 +34,20 @@ func (s *Supervisor) notified(m *notify.Message) {
 		return
 	}
 	u.notification(m)
+}
+
+// spawning reports whether a process of the unit is on its way.
+func (u *unit) spawning() bool {
+	return u.main != nil && u.main.p == nil || u.control != nil && u.control.p == nil
+}
+
+// hearEarly handles what came before its sender was known.
+func (u *unit) hearEarly() {
+	early := u.early
+	u.early = nil
+	for _, m := range early {
+		u.s.notified(m)
+	}
 }
 
 // sender finds whose process sent m: a known process, else by cgroup or descent.

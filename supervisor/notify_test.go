@@ -2,6 +2,7 @@ package supervisor_test
 
 import (
 	"os"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -242,4 +243,39 @@ func contains(list []string, s string) bool {
 		}
 	}
 	return false
+}
+
+// A quick process says READY=1 before the loop has heard that its program runs.
+func TestQuickReady(t *testing.T) {
+	tiers(t, func(t *testing.T, tier int) {
+		e := start(t, tier)
+		const many = 40
+		results := make(chan string, many)
+		for i := range many {
+			go func() {
+				u := role("quick-"+strconv.Itoa(i)+".service", "quick")
+				u.Service.Type = spec.TypeNotify
+				u.Service.TimeoutStartSec = 5 * time.Second
+				nice := 1
+				u.Service.Nice = &nice // through the exec helper
+				c, err := control.Dial(e.ctx, e.opt.ControlPath)
+				if err != nil {
+					results <- err.Error()
+					return
+				}
+				defer c.Close()
+				r, _, err := c.StartTransient(e.ctx, control.TransientParams{Unit: u})
+				if err != nil {
+					results <- err.Error()
+					return
+				}
+				results <- r.Result + " " + r.Unit.SubState
+			}()
+		}
+		for range many {
+			if r := <-results; r != "done running" {
+				t.Errorf("start: %s", r)
+			}
+		}
+	})
 }

@@ -119,6 +119,7 @@ func (u *unit) spawn(c spec.Command, main bool) {
 }
 
 func (u *unit) spawned(pr *proc, p *process.Process, err error) {
+	defer u.hearEarly()
 	if u.main != pr && u.control != pr { // given up meanwhile
 		if p != nil {
 			_ = p.Signal(syscall.SIGKILL)

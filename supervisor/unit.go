@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"mypr/supervisor/control"
+	"mypr/supervisor/notify"
 	"mypr/supervisor/process"
 	"mypr/supervisor/spec"
 )
@@ -42,7 +43,8 @@ type unit struct {
 	passed []string            // names in given that go into LISTEN_FDS, in order
 	stored []*storedFD         // FDSTORE=1
 
-	listeners []*listener // of a socket unit
+	listeners []*listener       // of a socket unit
+	early     []*notify.Message // came while their sender was being started
 	waiters   []*waiter
 }
 
