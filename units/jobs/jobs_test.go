@@ -19,7 +19,12 @@ import (
 	"mypr/supervisor/control"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if os.Getenv("JOBS_TEST_ROLE") == "pump" {
+		os.Exit(pumpRole(os.Getenv("JOBS_TEST_BASE")))
+	}
+	goleak.VerifyTestMain(m)
+}
 
 type world struct {
 	t   *testing.T

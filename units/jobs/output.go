@@ -341,14 +341,15 @@ func (o *output) page(from int64, stream string, limit int, ended bool) (page, e
 			return page{}, fmt.Errorf("read %s.out: %w", o.base, err)
 		}
 	}
-	keep := len(p.data)
+	held := 0
 	if more || !ended {
-		keep -= incomplete(p.data)
+		held = incomplete(p.data)
 	}
-	p.text, keep = toText(p.data[:keep], limit)
+	var keep int
+	p.text, keep = toText(p.data[:len(p.data)-held], limit)
 	if keep < len(p.data) {
 		p.next = position(pieces, int64(keep))
-		p.more = p.more || keep+incomplete(p.data) < len(p.data)
+		p.more = more || keep+held < len(p.data)
 		p.data = p.data[:keep]
 	} else if more {
 		last := pieces[len(pieces)-1]

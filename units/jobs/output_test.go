@@ -1,0 +1,248 @@
+package jobs
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"golang.org/x/sys/unix"
+	"pgregory.net/rapid"
+)
+
+// pumpRole is a manager reduced to what is at stake: it moves two pipes into an output
+// until it is killed, or both have ended.
+func pumpRole(base string) int {
+	o := newOutput(base, 1<<40)
+	if err := o.load(); err != nil {
+		os.Stderr.WriteString(err.Error())
+		return 1
+	}
+	open := []unix.PollFd{{Fd: 3, Events: unix.POLLIN}, {Fd: 4, Events: unix.POLLIN}}
+	for len(open) > 0 {
+		if _, err := unix.Poll(open, -1); err != nil && err != unix.EINTR {
+			return 1
+		}
+		for i := 0; i < len(open); i++ {
+			if _, end := o.take(int(open[i].Fd), open[i].Fd == 4, false); end {
+				open = append(open[:i], open[i+1:]...)
+				i--
+			}
+		}
+	}
+	return 0
+}
+
+// However often whoever moves the bytes is killed, every byte of both streams arrives
+// once, in the order of its stream.
+func TestKilledPumpsLoseAndDoubleNothing(t *testing.T) {
+	base := filepath.Join(t.TempDir(), "job")
+	var readers, writers [2]*os.File
+	var want [2]bytes.Buffer
+	done := make(chan error, 2)
+	for i := range readers {
+		var err error
+		if readers[i], writers[i], err = os.Pipe(); err != nil {
+			t.Fatal(err)
+		}
+		defer readers[i].Close()
+		line := 0
+		for want[i].Len() < 4<<20 {
+			n := rand.IntN(2000)
+			for range n + 1 {
+				want[i].WriteString(strings.Repeat(string(rune('a'+line%26)), 1+line%90))
+				want[i].WriteByte('\n')
+				line++
+			}
+		}
+		go func() {
+			data := want[i].Bytes()
+			var err error
+			for len(data) > 0 && err == nil {
+				n := min(len(data), 1+rand.IntN(3000))
+				_, err = writers[i].Write(data[:n])
+				data = data[n:]
+			}
+			done <- errors.Join(err, writers[i].Close())
+		}()
+	}
+	kills := 0
+	for {
+		cmd := exec.Command("/proc/self/exe")
+		cmd.Env = append(os.Environ(), "JOBS_TEST_ROLE=pump", "JOBS_TEST_BASE="+base)
+		cmd.ExtraFiles = readers[:]
+		var stderr bytes.Buffer
+		cmd.Stderr = &stderr
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(5+rand.IntN(25))*time.Millisecond)
+		if kills > 60 { // and now to the end
+			cancel()
+			ctx, cancel = context.WithTimeout(t.Context(), time.Minute)
+		}
+		stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })
+		err := cmd.Wait()
+		stop()
+		cancel()
+		if err == nil {
+			break
+		}
+		if stderr.Len() > 0 {
+			t.Fatal(stderr.String())
+		}
+		kills++
+	}
+	for range 2 {
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+	}
+	o := newOutput(base, 1<<40)
+	if err := o.load(); err != nil {
+		t.Fatal(err)
+	}
+	for i, stream := range []string{stdout, stderr} {
+		var got []byte
+		for from, more := int64(0), true; more; {
+			p, err := o.page(from, stream, 1<<20, true)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got = append(got, p.data...)
+			from, more = p.next, p.more
+		}
+		if !bytes.Equal(got, want[i].Bytes()) {
+			at := 0
+			for at < min(len(got), want[i].Len()) && got[at] == want[i].Bytes()[at] {
+				at++
+			}
+			t.Errorf("%s: %d bytes, want %d; they differ at %d (after %d kills)", stream, len(got), want[i].Len(), at, kills)
+		}
+	}
+	t.Logf("%d kills, %d changes of stream", kills, len(o.segs))
+}
+
+// Pages of any size put together are the stream, and cursors lead where they should.
+func TestPagesPutTogetherAreTheStream(t *testing.T) {
+	dir := t.TempDir()
+	number := 0
+	rapid.Check(t, func(t *rapid.T) {
+		number++
+		base := filepath.Join(dir, "job"+string(rune('0'+number%10)))
+		os.Remove(base + ".out")
+		os.Remove(base + ".idx")
+		o := newOutput(base, 1<<20)
+		defer o.close()
+		var both bytes.Buffer
+		streams := map[string]*bytes.Buffer{stdout: {}, stderr: {}, "": &both}
+		for range rapid.IntRange(0, 12).Draw(t, "pieces") {
+			text := rapid.SliceOfN(rapid.SampledFrom([]string{"a", "é", "漢", "😀", "\xff", "\xc3", "\xf0\x9f"}), 1, 20).Draw(t, "text")
+			isErr := rapid.Bool().Draw(t, "stderr")
+			data := strings.Join(text, "")
+			put(t, o, data, isErr)
+			both.WriteString(data)
+			streams[map[bool]string{false: stdout, true: stderr}[isErr]].WriteString(data)
+		}
+		again := newOutput(base, 1<<20)
+		if err := again.load(); err != nil {
+			t.Fatal(err)
+		}
+		for name, want := range streams {
+			var got bytes.Buffer
+			limit := rapid.IntRange(utf8.UTFMax, 40).Draw(t, "limit")
+			from, more := int64(0), want.Len() > 0
+			for more {
+				p, err := again.page(from, name, limit, true)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if len(p.data) == 0 {
+					t.Fatalf("%q: a page without progress at %d of %q", name, from, both.Bytes())
+				}
+				if len(p.text) > limit || !utf8.ValidString(p.text) {
+					t.Fatalf("%q: page %q over the limit %d", name, p.text, limit)
+				}
+				next, err := again.skip(from, name, int64(len(p.data)))
+				if err != nil {
+					t.Fatal(err)
+				}
+				q, _ := again.page(next, name, 1000, true)
+				r, _ := again.page(p.next, name, 1000, true)
+				if !bytes.Equal(q.data, r.data) {
+					t.Fatalf("%q: skip of %d from %d leads to %d, the page to %d", name, len(p.data), from, next, p.next)
+				}
+				got.Write(p.data)
+				from, more = p.next, p.more
+			}
+			if !bytes.Equal(got.Bytes(), want.Bytes()) {
+				t.Fatalf("%q: got %q, want %q", name, got.Bytes(), want.Bytes())
+			}
+		}
+	})
+}
+
+// put moves data through a pipe, as a job would.
+func put(t interface{ Fatal(...any) }, o *output, data string, isErr bool) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	if _, err := w.WriteString(data); err != nil {
+		t.Fatal(err)
+	}
+	w.Close()
+	for end := false; !end; {
+		_, end = o.take(int(r.Fd()), isErr, false)
+	}
+}
+
+func TestDamagedIndexIsSaid(t *testing.T) {
+	base := filepath.Join(t.TempDir(), "job")
+	for name, text := range map[string]string{".out": "abc", ".idx": "\x09\x00\x00\x00\x00\x00\x00\x80"} {
+		if err := os.WriteFile(base+name, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := newOutput(base, 10).load(); err == nil || !strings.Contains(err.Error(), "damaged") {
+		t.Fatal(err)
+	}
+}
+
+func FuzzCursor(f *testing.F) {
+	id := strings.Repeat("a", 32)
+	f.Add(cursor{Job: id, Stream: stdout, Offset: 7}.String())
+	f.Add("mypr-shell1.")
+	f.Add("mypr-shell1.e30")
+	f.Add("12")
+	f.Fuzz(func(t *testing.T, text string) {
+		c, err := parseCursor(&text, id, stdout)
+		if err == nil && (c.Job != id || c.Stream != stdout || c.Offset < 0) {
+			t.Fatalf("%q was taken for %+v", text, c)
+		}
+	})
+}
+
+func FuzzLimits(f *testing.F) {
+	for _, s := range []string{`{"memory":"2G","cpu":1.5,"pids":200,"time":600}`, `{"memory":1e300}`, `{"memory":"NaN"}`, `{"cpu":-1}`, `{"memory":"1.5 MiB"}`, `{"memory":null}`} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		var l Limits
+		if json.Unmarshal([]byte(text), &l) != nil {
+			return
+		}
+		if l.Memory != 0 && (l.Memory < minMemory || l.Memory >= 1<<62) || l.CPU < 0 || l.CPU > 10_000 || l.Time < 0 || l.Time >= maxSeconds {
+			t.Fatalf("%s was taken for %+v", text, l)
+		}
+	})
+}
