@@ -401,7 +401,6 @@ func (s *Supervisor) defineTransient(p control.TransientParams, files []*os.File
 		return nil, errEnding
 	}
 	def := p.Unit
-	def.Source = nil
 	// Units with files were loaded at the start and at daemon-reload; looking for one of
 	// this name now would cost more than the rest.
 	u := s.units[def.Name]

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -264,8 +265,11 @@ func TestTransientInPlaceOfFile(t *testing.T) {
 		t.Errorf("start without ExecStart=: %v", err)
 	}
 	u := shell("k.service", "exec sleep 1000")
-	u.Description = "filled in"
+	u.Description, u.Source = "filled in", []string{"/etc/k.service"}
 	e.transient(u)
+	if d, err := e.c.Show(e.ctx, "k.service"); err != nil || d.Spec == nil || !slices.Equal(d.Spec.Source, u.Source) {
+		t.Errorf("the files it was read from: %+v, %v", d.Spec, err)
+	}
 	if st := e.status("k.service"); st.Description != "filled in" || st.SubState != "running" {
 		t.Errorf("%+v", st)
 	}

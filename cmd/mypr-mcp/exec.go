@@ -265,7 +265,7 @@ func (e *execution) outcome(r *api.ExecResult) error {
 		return exitStatus(exitInterrupt)
 	case r.State == api.Lost, r.State == api.Cancelled:
 		if !e.json && r.Error != nil {
-			e.note("%s: %s", r.State, *r.Error)
+			e.note("%s: %s", r.State, strings.TrimPrefix(*r.Error, string(r.State)+": "))
 		}
 		if r.State == api.Lost {
 			return exitStatus(exitLost)

@@ -11,6 +11,7 @@ import (
 
 	"mypr/internal/rpc"
 	"mypr/supervisor/control"
+	"mypr/units"
 )
 
 func (c *cli) unitsCommand() *cobra.Command {
@@ -46,7 +47,7 @@ func (c *cli) unitsCommand() *cobra.Command {
 				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error {
 					r, err := j.run(sv, ctx, control.JobParams{Name: name})
 					if err != nil {
-						return err
+						return unitError(name, err)
 					}
 					if c.json {
 						err = printJSON(c.stdout, r)
@@ -76,7 +77,8 @@ func (c *cli) freezeCommands() (list []*cobra.Command) {
 		list = append(list, &cobra.Command{
 			Use: f.verb + " NAME", Short: f.short, Args: cobra.ExactArgs(1),
 			RunE: func(cmd *cobra.Command, args []string) error {
-				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return f.run(sv, ctx, unitName(args[0])) })
+				name := unitName(args[0])
+				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return unitError(name, f.run(sv, ctx, name)) })
 			},
 		})
 	}
@@ -89,6 +91,23 @@ func unitName(s string) string {
 		return s
 	}
 	return s + ".service"
+}
+
+// unitError adds what to type next to the supervisor's answer about a unit.
+func unitError(name string, err error) error {
+	if err == nil {
+		return nil
+	}
+	e := rpc.AsError(err)
+	switch {
+	case e.Hint != "":
+		return err
+	case e.Code == rpc.CodeNotFound:
+		return e.WithHint("mypr-mcp units lists them")
+	case e.Code == rpc.CodeInvalidRequest && name == units.Kernel:
+		return e.WithHint("mypr-mcp reset starts a new kernel, and so does the next cell")
+	}
+	return err
 }
 
 // supervisor runs f with a connection to the running supervisor.
@@ -115,14 +134,14 @@ func (c *cli) listUnits(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		units, err := sv.List(ctx, true)
+		list, err := sv.List(ctx, true)
 		if err != nil {
 			return err
 		}
 		if c.json {
-			return printJSON(c.stdout, units)
+			return printJSON(c.stdout, list)
 		}
-		unitTable(c.stdout, units, &info, palette(c.colours()), time.Now())
+		unitTable(c.stdout, list, &info, palette(c.colours()), time.Now())
 		return nil
 	})
 }
@@ -131,7 +150,7 @@ func (c *cli) showUnit(ctx context.Context, name string) error {
 	return c.supervisor(ctx, func(ctx context.Context, sv *control.Client) error {
 		u, err := sv.Show(ctx, name)
 		if err != nil {
-			return err
+			return unitError(name, err)
 		}
 		for _, w := range u.Warnings {
 			fmt.Fprintln(os.Stderr, w)

@@ -40,7 +40,7 @@ func TestExec(t *testing.T) {
 	if cmd.ProcessState.ExitCode() != 1 || out.String() != "out\n" || !strings.HasPrefix(errOut.String(), "err\n") || !strings.Contains(errOut.String(), "ZeroDivisionError") {
 		t.Errorf("exit %d, stdout %q, stderr %q", cmd.ProcessState.ExitCode(), out.String(), errOut.String())
 	}
-	if out, code := s.cli("exec", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"); code != 3 || !strings.Contains(out, "SIGKILL") {
+	if out, code := s.cli("exec", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"); code != 3 || !strings.Contains(out, "SIGKILL") || strings.Contains(out, "lost: lost") {
 		t.Errorf("a cell that kills the kernel: exit %d\n%s", code, out)
 	}
 	if out, code := s.cli("exec", "--timeout", "300ms", "import asyncio; await asyncio.sleep(60)"); code != 124 || !strings.Contains(out, "goes on as") {
@@ -118,8 +118,20 @@ func TestStatusAndUnits(t *testing.T) {
 	if out := s.ok("units", "show", "kernel"); !strings.Contains(out, `"kernel.service"`) {
 		t.Errorf("units show: %s", out)
 	}
-	if out, code := s.cli("units", "show", "nobody"); code != 1 || !strings.Contains(out, "nobody.service") {
+	if out, code := s.cli("units", "show", "nobody"); code != 1 || !strings.Contains(out, "nobody.service") || !strings.Contains(out, "next: mypr-mcp units") {
 		t.Errorf("units show nobody: exit %d\n%s", code, out)
+	}
+	var kernel struct {
+		Spec struct {
+			Source []string `json:"source"`
+		} `json:"spec"`
+	}
+	if err := json.Unmarshal([]byte(s.ok("units", "show", "kernel")), &kernel); err != nil || len(kernel.Spec.Source) == 0 {
+		t.Errorf("units show kernel names no file: %v", err)
+	}
+	s.ok("units", "stop", "kernel")
+	if out, code := s.cli("units", "start", "kernel"); code != 1 || !strings.Contains(out, "next: mypr-mcp reset") {
+		t.Errorf("units start kernel: exit %d\n%s", code, out)
 	}
 	before := s.unitPID("manager.service")
 	s.ok("units", "restart", "manager")

@@ -269,7 +269,8 @@ func (c *connection) poll(ctx context.Context, p api.PollParams) (*answer, error
 		return nil, err
 	}
 	if !isExecID(p.ExecID) {
-		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "poll: bad exec_id %q: it has 32 hex digits", p.ExecID)
+		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "poll: bad exec_id %q: it has 32 hex digits", p.ExecID).
+			WithHint("take it from the answer to execute; mypr-mcp logs shows those of before")
 	}
 	cursor := int64(0)
 	if p.Cursor != nil {
@@ -504,7 +505,8 @@ func (c *connection) interrupt(ctx context.Context, p api.InterruptParams) (*api
 	m.mu.Unlock()
 	if r == nil {
 		if !isExecID(p.ExecID) {
-			return nil, rpc.Errorf(rpc.CodeInvalidRequest, "interrupt: bad exec_id %q: it has 32 hex digits", p.ExecID)
+			return nil, rpc.Errorf(rpc.CodeInvalidRequest, "interrupt: bad exec_id %q: it has 32 hex digits", p.ExecID).
+				WithHint("take it from mypr-mcp status or mypr-mcp logs, or leave it out")
 		}
 		e, err := m.store.Entity(p.ExecID)
 		if err != nil {
