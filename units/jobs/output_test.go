@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unicode/utf8"
@@ -41,12 +42,15 @@ func pumpRole(base string) int {
 	return 0
 }
 
+const wantKills = 60
+
 // However often whoever moves the bytes is killed, every byte of both streams arrives
 // once, in the order of its stream.
 func TestKilledPumpsLoseAndDoubleNothing(t *testing.T) {
 	base := filepath.Join(t.TempDir(), "job")
 	var readers, writers [2]*os.File
 	var want [2]bytes.Buffer
+	var kills atomic.Int64
 	done := make(chan error, 2)
 	for i := range readers {
 		var err error
@@ -54,27 +58,16 @@ func TestKilledPumpsLoseAndDoubleNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer readers[i].Close()
-		line := 0
-		for want[i].Len() < 4<<20 {
-			n := rand.IntN(2000)
-			for range n + 1 {
-				want[i].WriteString(strings.Repeat(string(rune('a'+line%26)), 1+line%90))
-				want[i].WriteByte('\n')
-				line++
-			}
-		}
 		go func() {
-			data := want[i].Bytes()
 			var err error
-			for len(data) > 0 && err == nil {
-				n := min(len(data), 1+rand.IntN(3000))
-				_, err = writers[i].Write(data[:n])
-				data = data[n:]
+			for line := 0; kills.Load() < wantKills && err == nil; line++ {
+				text := strings.Repeat(string(rune('a'+line%26)), rand.IntN(90)) + "\n"
+				want[i].WriteString(text)
+				_, err = writers[i].WriteString(text)
 			}
 			done <- errors.Join(err, writers[i].Close())
 		}()
 	}
-	kills := 0
 	for {
 		cmd := exec.Command("/proc/self/exe")
 		cmd.Env = append(os.Environ(), "JOBS_TEST_ROLE=pump", "JOBS_TEST_BASE="+base)
@@ -85,7 +78,7 @@ func TestKilledPumpsLoseAndDoubleNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(5+rand.IntN(25))*time.Millisecond)
-		if kills > 60 { // and now to the end
+		if kills.Load() == wantKills { // and now to the end
 			cancel()
 			ctx, cancel = context.WithTimeout(t.Context(), time.Minute)
 		}
@@ -99,7 +92,7 @@ func TestKilledPumpsLoseAndDoubleNothing(t *testing.T) {
 		if stderr.Len() > 0 {
 			t.Fatal(stderr.String())
 		}
-		kills++
+		kills.Add(1)
 	}
 	for range 2 {
 		if err := <-done; err != nil {
@@ -125,10 +118,10 @@ func TestKilledPumpsLoseAndDoubleNothing(t *testing.T) {
 			for at < min(len(got), want[i].Len()) && got[at] == want[i].Bytes()[at] {
 				at++
 			}
-			t.Errorf("%s: %d bytes, want %d; they differ at %d (after %d kills)", stream, len(got), want[i].Len(), at, kills)
+			t.Errorf("%s: %d bytes, want %d; they differ at %d (after %d kills)", stream, len(got), want[i].Len(), at, kills.Load())
 		}
 	}
-	t.Logf("%d kills, %d changes of stream", kills, len(o.segs))
+	t.Logf("%d bytes, %d kills, %d changes of stream", o.size, kills.Load(), len(o.segs))
 }
 
 // Pages of any size put together are the stream, and cursors lead where they should.
