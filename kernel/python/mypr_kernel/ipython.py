@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .display import Displays
 
 
-class Publisher(DisplayPublisher):  # type: ignore[misc]
+class Publisher(DisplayPublisher):
     """Where IPython.display.display ends."""
 
     def publish(
@@ -51,7 +51,7 @@ class Publisher(DisplayPublisher):  # type: ignore[misc]
         """Nothing is taken back: a client may have read it."""
 
 
-class Hook(DisplayHook):  # type: ignore[misc]
+class Hook(DisplayHook):
     """Shows what code run by a magic (%%time, %%capture) leaves as its value."""
 
     def __call__(self, result: object = None) -> None:
@@ -62,7 +62,7 @@ class Hook(DisplayHook):  # type: ignore[misc]
         return False
 
 
-class Shell(InteractiveShell):  # type: ignore[misc]
+class Shell(InteractiveShell):
     """The one shell. ``translate``, ``format``, ``before`` and ``after`` are the kernel's."""
 
     display_pub_class = Type(Publisher)

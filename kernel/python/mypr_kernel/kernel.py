@@ -344,6 +344,8 @@ class Kernel:
             failure = e
             fields = self._failure(cell, e)
         if os.getpid() != self.pid:
+            self._stdout.flush()
+            self._stderr.flush()
             os._exit(0)  # a forked child came out of the cell's code
         if program is not None and not program.defines():
             self.sources.drop(cell.filename)

@@ -27,13 +27,13 @@ MAX_PIXELS = 1568
 _show: Callable[[Any], None] | None = None  # Displays.show
 
 
-class FigureManager(FigureManagerBase):  # type: ignore[misc]
+class FigureManager(FigureManagerBase):
     """A figure of pyplot with the cell that it belongs to."""
 
     cell: Cell | None = None
 
 
-class FigureCanvas(FigureCanvasAgg):  # type: ignore[misc]
+class FigureCanvas(FigureCanvasAgg):
     """Agg, as far as matplotlib is concerned."""
 
     manager_class = FigureManager
@@ -62,7 +62,7 @@ def flush(cell: Cell | None) -> None:
         figure = manager.canvas.figure
         if _show is not None and (figure.stale or not getattr(figure, "_mypr_shown", False)):
             _show(figure)
-        Gcf.destroy(manager.num)
+        Gcf.destroy(manager)
 
 
 def render(figure: Any) -> bytes:

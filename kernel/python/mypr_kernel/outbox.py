@@ -104,23 +104,25 @@ class Outbox:
         """
         if self._pending + self._ring >= RING_BYTES and not cell.truncated:
             self.wait()
-        size = len(text) if text.isascii() else utf8_size(text)
+        length = len(text)
+        size = length if text.isascii() else utf8_size(text)
         with self.lock:
             if cell.ended:
                 return False
             if cell.truncated:
                 return True
-            cell.output += size
-            if cell.output > self.output_bytes:
-                text = _cut(text, size - (cell.output - self.output_bytes))
+            cell.output = output = cell.output + size
+            if output > self.output_bytes:
+                text = _cut(text, size - (output - self.output_bytes))
+                length = len(text)
             tail = self._tail
             if tail is not None and tail.cell is cell and tail.stream == stream:
                 tail.parts.append(text)
             else:
                 self._tail = tail = Chunk(cell, stream, text)
                 self._items.append(tail)
-            self._pending += len(text)
-            if cell.output > self.output_bytes:
+            self._pending += length
+            if output > self.output_bytes:
                 self._truncate(cell)
             # Line by line, as to a terminal: print() writes its text and its newline apart.
             if self._asleep and ("\n" in text or stream == "stderr" or self._pending > UNFINISHED_CHARS):

@@ -74,6 +74,7 @@ class Output(io.TextIOBase):
         self._put = router.outbox.stream
         self._fd = fd
         self._forked = False
+        self._line = ""  # unfinished, in a forked child
         self.buffer = Bytes(self)
 
     def write(self, text: str) -> int:
@@ -83,7 +84,7 @@ class Output(io.TextIOBase):
             cell = current.get()
             if cell is None or self._forked:
                 self._write_elsewhere(text)
-            else:
+            elif cell.sink is not None or not self._put(cell, self._stream, text):
                 self._write_to(cell, text)
             if interrupts.missed:
                 interrupts.pass_on()
@@ -91,9 +92,9 @@ class Output(io.TextIOBase):
 
     def _write_elsewhere(self, text: str) -> None:
         if self._forked:
-            data = text.encode("utf-8", "backslashreplace")
-            while data:
-                data = data[os.write(self._fd, data) :]
+            self._line += text
+            if "\n" in text:
+                self.flush()
             return
         cell = self._router.of_thread()
         if cell is None:
@@ -102,6 +103,7 @@ class Output(io.TextIOBase):
             self._write_to(cell, text)
 
     def _write_to(self, cell: Cell, text: str) -> None:
+        """Into a cell that has more than one place for it, or is over."""
         sink = cell.sink
         if sink is not None:
             sink.put(self._stream, text)
@@ -126,6 +128,10 @@ class Output(io.TextIOBase):
         """Send an unfinished line."""
         if not self._forked:
             self._router.outbox.flush()
+            return
+        data, self._line = self._line.encode("utf-8", "backslashreplace"), ""
+        while data:
+            data = data[os.write(self._fd, data) :]
 
     def close(self) -> None:
         """Ignored: all cells share this stream."""
@@ -134,7 +140,7 @@ class Output(io.TextIOBase):
         """Accepted and ignored, as for a stream that is as it is asked to be."""
 
     def after_fork(self) -> None:
-        """In a forked child: write to the descriptor, which the parent reads."""
+        """In a forked child: write lines to the descriptor, which the parent reads."""
         self._forked = True
 
 

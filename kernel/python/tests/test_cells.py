@@ -37,7 +37,6 @@ def test_first_cell_waits_for_no_import(kernel: Kernel) -> None:
         "traceback",
         "logging",
         "subprocess",
-        "contextlib",
         "selectors",
         "signal",
         "IPython",
