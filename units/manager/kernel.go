@@ -534,15 +534,29 @@ func (m *Manager) confirm(generation string) error {
 func (m *Manager) adopt(generation string) bool {
 	m.kernelMu.Lock()
 	defer m.kernelMu.Unlock()
-	return m.adoptLocked(generation)
+	if !m.adoptLocked(generation) {
+		return false
+	}
+	// The supervisor has said it. A connection alone does not say that a kernel lives: one
+	// that died since may have left it in the backlog.
+	m.mu.Lock()
+	var ops []*store.Op
+	if m.kernel.presumed {
+		m.kernel.presumed = false
+		for _, r := range m.sortedLive() {
+			if op := m.dispatch(r); op != nil {
+				ops = append(ops, op)
+			}
+		}
+	}
+	m.mu.Unlock()
+	m.store.Submit(ops...)
+	return true
 }
 
 func (m *Manager) adoptLocked(generation string) bool {
 	m.mu.Lock()
 	current, over := m.kernel.gen, m.over[generation]
-	if current == generation {
-		m.kernel.presumed = false
-	}
 	m.mu.Unlock()
 	if current == generation || over {
 		return !over
@@ -648,7 +662,7 @@ func (m *Manager) dispatch(r *run) *store.Op {
 		s := m.finish(r, state, info, now())
 		return m.keepOp([]*staged{s}, nil, nil)
 	}
-	if k.phase != phaseReady || k.link == nil {
+	if k.phase != phaseReady || k.link == nil || k.presumed {
 		return nil
 	}
 	l := k.link
