@@ -287,11 +287,14 @@ type memory struct {
 
 func newMemory() *memory { return &memory{records: map[string]api.Record{}} }
 
-func (m *memory) Save(_ context.Context, r *api.Record, e *api.LogEvent) error {
+func (m *memory) Save(_ context.Context, r *api.Record, isNew bool, e *api.LogEvent) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.fail != nil {
 		return m.fail
+	}
+	if _, known := m.records[r.ID]; known == isNew {
+		return fmt.Errorf("record %s: known %v, new %v", r.ID, known, isNew)
 	}
 	m.records[r.ID] = *r
 	m.events = append(m.events, *e)

@@ -37,6 +37,8 @@ type job struct {
 	logged  int64      // of the output: up to where the log knows
 	logging bool       // a log line is being written
 	unsaved bool       // the disk refused the end of it
+
+	recorded bool // history has a record of it; used by whoever drives the job alone
 }
 
 func newJob(s *Service, st Status) *job {
@@ -354,7 +356,7 @@ func (j *job) finishRecord(ctx context.Context) {
 	j.mu.Lock()
 	e := j.event(st.State, nil)
 	j.mu.Unlock()
-	if err := j.s.o.History.Save(ctx, st.record(), e); err != nil {
+	if err := j.s.o.History.Save(ctx, st.record(), !j.recorded, e); err != nil {
 		j.mu.Lock()
 		j.st.warn("record_not_saved", "the end of the job is not in the history yet: "+err.Error())
 		j.mu.Unlock()
@@ -369,7 +371,26 @@ func (j *job) release() {
 	}
 }
 
-// save writes the description, by rename so that a reader never sees half of it.
+// describe writes the description for the first time: there is nothing to replace.
+func (j *job) describe() error {
+	st := j.status()
+	raw, err := json.Marshal(&st)
+	if err != nil {
+		return err
+	}
+	path := j.s.path(j.id, ".json")
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(append(raw, '\n'))
+	if err = errors.Join(err, f.Close()); err != nil {
+		os.Remove(path)
+	}
+	return err
+}
+
+// save writes the description again, by rename so that a reader never sees half of it.
 func (j *job) save() error {
 	st := j.status()
 	raw, err := json.Marshal(&st)

@@ -72,10 +72,10 @@ type Supervisor interface {
 
 // History keeps records and the log. Its methods may be called concurrently.
 type History interface {
-	// Save inserts or updates the record of a job and adds a line to the log, both in
-	// one transaction, and returns when it is durable. On failure for a terminal state
+	// Save inserts (isNew) or updates the record of a job and adds a line to the log,
+	// both or neither, and returns when it is durable. On failure for a terminal state
 	// the implementation tries again by itself: the answer is only for a warning.
-	Save(ctx context.Context, r *api.Record, e *api.LogEvent) error
+	Save(ctx context.Context, r *api.Record, isNew bool, e *api.LogEvent) error
 	// Output adds an output line to the log; done is called when another one may
 	// come. A job has at most one outstanding.
 	Output(e *api.LogEvent, done func())
@@ -252,7 +252,11 @@ func (s *Service) Resume(ctx context.Context) error {
 			j = newJob(s, Status{ID: r.ID, Kind: r.Kind, State: api.Running, ClientID: r.ClientID, ConnectionID: r.ConnectionID, CreatedAt: r.CreatedAt})
 			j.st.warn("metadata_lost", "the description of the job could not be read: "+err.Error())
 		}
-		s.adopt(ctx, j)
+		j.recorded = true
+		if j.ended() {
+			j.finishRecord(ctx)
+		}
+		s.adopt(j)
 	}
 	// Units without a live record: of jobs that ended and were not released, or of a
 	// history that was replaced.
@@ -274,13 +278,13 @@ func (s *Service) Resume(ctx context.Context) error {
 			s.log.Error("a job of which nothing is known is stopped", "unit", u.Name, "err", err)
 			j = newJob(s, Status{ID: id, Kind: KindShell, State: Cancelling, CreatedAt: now(), CancelledBy: "its description is lost"})
 		}
-		s.adopt(ctx, j)
+		s.adopt(j)
 	}
 	return nil
 }
 
 // adopt puts a job of an earlier manager into the table.
-func (s *Service) adopt(ctx context.Context, j *job) {
+func (s *Service) adopt(j *job) {
 	s.mu.Lock()
 	s.jobs[j.id] = j
 	s.mu.Unlock()
@@ -288,9 +292,7 @@ func (s *Service) adopt(ctx context.Context, j *job) {
 		s.goIfOpen(j.resume)
 		return
 	}
-	// It ended, and only what comes after that was not done.
-	j.finishRecord(ctx)
-	s.completed(j)
+	s.completed(j) // it ended, and only what comes after that was not done
 	s.goIfOpen(j.release)
 }
 

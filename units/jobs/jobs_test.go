@@ -317,7 +317,7 @@ func TestHistoryRefusesTheStart(t *testing.T) {
 func TestDiskRefusesTheStart(t *testing.T) {
 	w := newWorld(t)
 	id := newID()
-	if err := os.Mkdir(filepath.Join(w.dir, id+".json.new"), 0o700); err != nil {
+	if err := os.Mkdir(filepath.Join(w.dir, id+".json"), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	_, err := call[Status](w, "shell.start", params("true", `"id":"`+id+`"`))

@@ -234,7 +234,7 @@ func (j *job) run(u *spec.Unit, p *startParams) {
 	// The description is there before the command is, so that a manager that comes after
 	// a crash knows what it finds running. The record of it in the history, which takes
 	// as long again, is made meanwhile; nobody hears of the job before both are.
-	if err := j.save(); err != nil {
+	if err := j.describe(); err != nil {
 		fail(rpc.Errorf(CodeStart, "the job could not be recorded, so it was not started: %v", err))
 		return
 	}
@@ -243,9 +243,11 @@ func (j *job) run(u *spec.Unit, p *startParams) {
 	e := j.event(api.Running, nil)
 	j.mu.Unlock()
 	recorded := make(chan error, 1)
-	go func() { recorded <- j.s.o.History.Save(j.s.ctx, st.record(), e) }()
+	go func() { recorded <- j.s.o.History.Save(j.s.ctx, st.record(), true, e) }()
 	err := j.launch(u, p)
-	if rerr := <-recorded; err == nil && rerr != nil && j.s.ctx.Err() == nil {
+	rerr := <-recorded
+	j.recorded = rerr == nil
+	if err == nil && rerr != nil && j.s.ctx.Err() == nil {
 		j.mu.Lock()
 		j.st.warn("record_not_saved", "the job is not in the history: "+rerr.Error())
 		j.mu.Unlock()

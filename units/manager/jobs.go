@@ -69,25 +69,23 @@ func (h JobsHost) Admit(ctx context.Context) (release func(), err error) {
 // saveWait is how long Save waits for a disk that refuses.
 const saveWait = 250 * time.Millisecond
 
-// Save inserts or updates the record of a job and logs a line, in one transaction. The
+// Save inserts or updates the record of a job and logs a line, both or neither. The
 // end of a job is stored as soon as the disk takes it, also when Save has given up waiting.
-func (h JobsHost) Save(ctx context.Context, r *api.Record, line *api.LogEvent) error {
+func (h JobsHost) Save(ctx context.Context, r *api.Record, isNew bool, line *api.LogEvent) error {
 	m := h.m
 	e := &store.Entity{ID: r.ID, Kind: r.Kind, Client: r.ClientID, Generation: r.Generation, State: r.State, Created: r.CreatedAt, Code: r.Code,
 		Record: store.Record{Connection: r.ConnectionID, Started: r.StartedAt, Finished: r.FinishedAt, OutputBytes: r.OutputBytes,
 			Truncated: r.Truncated, Error: r.Error, ErrorInfo: r.ErrorInfo}}
 	e.Error, e.ErrorTruncated = summary(e.Error, api.MaxErrorBytes)
 	done := make(chan error, 1)
-	m.store.Submit(&store.Op{Keep: api.Terminal(r.State), Apply: func(t *store.Tx) error {
-		if isNew, err := t.Insert(e); err != nil {
-			return err
-		} else if !isNew {
-			if err := t.Update(e); err != nil {
-				return err
-			}
-		}
-		return t.Log(line)
-	}, Done: func(err error) {
+	change := &store.Change{Log: []api.LogEvent{*line}}
+	if isNew {
+		e.Seq = m.store.NextSeq()
+		change.Insert = []*store.Entity{e}
+	} else {
+		change.Update = []*store.Entity{e}
+	}
+	m.store.Submit(&store.Op{Keep: api.Terminal(r.State), Change: change, Done: func(err error) {
 		m.logged(err)
 		done <- err
 	}})
