@@ -240,7 +240,8 @@ func (p *preparation) fetchUV(ctx context.Context, python, dir string) error {
 	}
 	target := filepath.Join(tmp, "uv")
 	// The options: a wheel only (building uv would need Rust), and no advice on stderr.
-	if _, err := p.run(ctx, "uv", p.Root, pip, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+	// Two retries and not five: where there is no network the first cell waits for them.
+	if _, err := p.run(ctx, "uv", p.Root, pip, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries=2",
 		"--no-warn-script-location", "--root-user-action=ignore", "--no-deps", "--only-binary=:all:", "--target", target, "uv>=0.5"); err != nil {
 		return err
 	}

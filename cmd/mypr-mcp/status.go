@@ -95,6 +95,11 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 	}
 	r.ManagerAvailable = true
 	r.Healthy = r.Status.Healthy && r.Problem == ""
+	if !r.Status.WorkspaceAvailable {
+		r.Healthy = false
+		problem(rpc.Errorf(api.CodeWorkspaceMoved, "%s", r.Status.WorkspaceProblem).
+			WithHint("stop it (mypr-mcp stop) and start one in the directory's new place"))
+	}
 	r.UpdatePending = r.Status.ManagerVersion != r.BridgeVersion
 	if r.Status.HealthError != "" {
 		problem(rpc.Errorf("", "%s", r.Status.HealthError))

@@ -36,6 +36,7 @@ type call struct {
 	done      bool
 	abandoned bool
 	progress  api.Progress
+	heardAt   time.Time // when that came
 }
 
 // toolResult is the result of tools/call.
@@ -272,7 +273,7 @@ func noteOf(r *api.ExecResult) string {
 	if api.Terminal(r.State) {
 		return fmt.Sprintf("[an execute that you cancelled was not undone: its cell %s has ended, %s]", r.ExecID, r.State)
 	}
-	return fmt.Sprintf("[an execute that you cancelled goes on: cell %s is %s; poll(exec_id, interrupt=true) stops it]", r.ExecID, r.State)
+	return fmt.Sprintf("[an execute that you cancelled was not stopped: its cell %s was %s then; poll(exec_id) reads it, with interrupt=true it is stopped]", r.ExecID, r.State)
 }
 
 func (c *call) poll(ctx context.Context, a args) (outcome, error) {
@@ -310,7 +311,7 @@ func (c *call) page(r *api.ExecResult, poll *api.PollParams, whole bool) outcome
 func (c *call) heard(p api.Progress) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.progress = p
+	c.progress, c.heardAt = p, time.Now()
 }
 
 // report sends progress while the call waits.
@@ -338,7 +339,7 @@ func (c *call) tell() {
 	spent := time.Since(c.began)
 	text := "waiting for the session, " + elapsed(spent.Milliseconds())
 	if p := c.progress; p.State != "" {
-		text = p.State + " " + elapsed(int64(p.Seconds*1000))
+		text = p.State + " " + elapsed(int64(p.Seconds*1000)+time.Since(c.heardAt).Milliseconds())
 		if line := fold(p.LastLine); line != "" {
 			text += ": " + line
 		}

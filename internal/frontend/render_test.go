@@ -112,7 +112,7 @@ func TestGolden(t *testing.T) {
 			r.Notice = &api.Notice{Kind: "kernel_died", Text: "Python was killed by the kernel: out of memory (limit 512 MiB). All variables are lost; files, history and jobs remain.", OldGeneration: gen1, Generation: gen2}
 			return r
 		}()},
-		"cancelled note": {r: result1("succeeded", 0), v: view{notes: []string{"[an execute that you cancelled goes on: cell X is running]"},
+		"cancelled note": {r: result1("succeeded", 0), v: view{notes: []string{"[an execute that you cancelled was not stopped: its cell X was running then]"},
 			notices: []*api.Notice{{Kind: "reset", Text: "calm-otter reset the session.", Generation: gen1}}}},
 		"truncated": {r: func() *api.ExecResult {
 			r := result1("succeeded", 2, out("x\n"), api.Event{Type: "warning", Code: "journal_corrupt", Text: "line 17 of the journal is damaged", Line: 17})

@@ -176,6 +176,27 @@ func TestBrokenConfigurationIsNamed(t *testing.T) {
 	}
 }
 
+// A directory that was moved under its runtime: status says what other commands refuse for.
+func TestMovedWorkspace(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "x = 1")
+	old := s.dir
+	s.dir += "-moved"
+	if err := os.Rename(old, s.dir); err != nil {
+		t.Fatal(err)
+	}
+	if r := s.status(); r.Healthy || !strings.Contains(r.Problem, old) || r.Hint == "" {
+		t.Errorf("status: healthy %v, problem %q, hint %q", r.Healthy, r.Problem, r.Hint)
+	}
+	if out, code := s.cli("exec", "x"); code != 1 || !strings.Contains(out, "moved") || !strings.Contains(out, "mypr-mcp stop") {
+		t.Errorf("exec: exit %d\n%s", code, out)
+	}
+	s.ok("stop")
+	if out := s.ok("exec", "1 + 1"); out != "2\n" {
+		t.Errorf("in its new place: %q", out)
+	}
+}
+
 // A cell that no kernel can run says why, on the command line too.
 func TestWrongPythonIsNamed(t *testing.T) {
 	s := newSession(t, "[python]\npython = \"/nowhere/python\"\n")
