@@ -26,8 +26,9 @@ build: ## build bin/mypr-mcp
 	@mkdir -p bin
 	$(GO) build -buildvcs=auto -ldflags '$(LDFLAGS)' -o $(BIN) ./cmd/mypr-mcp
 
+# The session outlives make and keeps its environment: not with what is exported above.
 run: build ## run a cell in the session of DIR (default: here): make run CODE='1+1'
-	$(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
+	env -u GOFLAGS -u CGO_ENABLED $(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
 
 test: build setup ## install what the tests need and run all of them
 	@$(MAKE) --no-print-directory lint test-go test-fuzz test-python test-e2e test-systemd test-faults

@@ -164,7 +164,7 @@ func statusText(out io.Writer, r *api.StatusReport, colour bool, now time.Time) 
 		if s.Kernel.Mode != "" {
 			kernel += ", " + s.Kernel.Mode
 		}
-		if s.Kernel.Detail != "" {
+		if s.Kernel.Detail != "" && !strings.Contains(r.Problem, s.Kernel.Detail) { // said once
 			kernel += ": " + s.Kernel.Detail
 		}
 		line("kernel", "%s", kernel)
@@ -181,7 +181,7 @@ func statusText(out io.Writer, r *api.StatusReport, colour bool, now time.Time) 
 		line("cells", "%d running, %d queued", len(s.Active), len(s.Queued))
 		line("clients", "%d of %d connections", s.ClientCount, s.ConnectionCount)
 		line("environment", "from %s %s", s.Environment.Source, s.Environment.Program)
-		if s.LastError != "" {
+		if s.LastError != "" && !strings.Contains(r.Problem, s.LastError) {
 			line("last error", "%s", s.LastError)
 		}
 		v := s.ManagerVersion

@@ -15,7 +15,7 @@ func TestStatusText(t *testing.T) {
 	r := &api.StatusReport{
 		Workspace: "/ws", WorkspaceID: "1:2", ManagerAvailable: true, BridgeVersion: "v2", UpdatePending: true,
 		Status: &api.Status{
-			ManagerVersion: "v1", Generation: "abcd", HealthError: "disk full", Active: []string{"a"}, ClientCount: 1, ConnectionCount: 2,
+			ManagerVersion: "v1", Generation: "abcd", HealthError: "disk full", LastError: "disk full", Active: []string{"a"}, ClientCount: 1, ConnectionCount: 2,
 			Kernel: api.KernelStatus{
 				State: "blocked", Python: "3.13.0", Mode: "plain", PlainReason: "no network",
 				Blocked: &api.Blocked{ExecID: "e1", Seconds: 12.34, Where: "cell line 3, in work"},
