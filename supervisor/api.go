@@ -368,6 +368,7 @@ func checkTransient(p control.TransientParams, files []*os.File) error {
 	if p.Unit == nil || p.Unit.Service == nil {
 		return rpc.Errorf(rpc.CodeInvalidRequest, "a transient unit is a service")
 	}
+	p.Unit.RestoreRaw()
 	if err := validate(p.Unit); err != nil {
 		return err
 	}

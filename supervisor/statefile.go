@@ -231,6 +231,7 @@ func parseState(b []byte) (*saved, error) {
 		}
 		switch {
 		case l.Def != nil:
+			l.Def.RestoreRaw()
 			defs[l.Def.Name] = l.Def
 		case l.Unit != nil && l.Unit.Name != "":
 			u := &savedUnit{record: *l.Unit, def: defs[l.Unit.Name]}

@@ -46,6 +46,9 @@ type Unit struct {
 	// Empty for a transient unit.
 	Source []string `json:"source,omitempty"`
 
+	// Raw, of a transient unit, has what of it is not UTF-8.
+	Raw *Raw `json:"raw,omitempty"`
+
 	Service *Service `json:"service,omitempty"`
 	Socket  *Socket  `json:"socket,omitempty"`
 }

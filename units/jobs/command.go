@@ -357,6 +357,7 @@ func unit(template *spec.Unit, id string, p *startParams) (*spec.Unit, error) {
 	if seconds, _ := p.deadline(); seconds > 0 {
 		s.RuntimeMaxSec = time.Duration(seconds * float64(time.Second))
 	}
+	u.KeepRaw()
 	return &u, nil
 }
 
