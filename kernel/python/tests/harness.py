@@ -5,9 +5,10 @@ The interpreter is MYPR_TEST_PYTHON, else the one that runs the tests.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,14 @@ DEADLINE = 30.0  # seconds: for what should take milliseconds, on a busy machine
 
 Message = dict[str, Any]
 TERMINAL = ("succeeded", "failed", "cancelled")
+
+
+_prctl = ctypes.CDLL(None).prctl
+
+
+def _die_with_parent() -> None:
+    """A kernel outlives its manager by design; it must not outlive a test run that is killed."""
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Connection:
@@ -109,6 +118,7 @@ class Kernel:
                 env=environment,
                 cwd=self.workspace,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
         if connect:
             self.connect()
@@ -317,4 +327,4 @@ class Cell:
         return "".join(e["text"] for e in self.of("error"))
 
 
-__all__ = ["DEADLINE", "PACKAGE", "PYTHON", "Cell", "Connection", "Kernel", "Message", "queue"]
+__all__ = ["DEADLINE", "PACKAGE", "PYTHON", "Cell", "Connection", "Kernel", "Message"]
