@@ -26,7 +26,7 @@ def type_name_of(kind: type) -> str:
 def message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as e:
+    except BaseException as e:  # SystemExit too: the user's code ran
         return f"<str() of the exception failed: {type_name(e)}>"
 
 

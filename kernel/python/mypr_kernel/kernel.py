@@ -426,7 +426,7 @@ class Kernel:
         try:
             own = isinstance(error, SyntaxError) and error.filename == cell.filename
             text = errors.traceback_text(error, own_syntax=own and _of_compile(error))
-        except Exception as e:
+        except BaseException as e:
             text = (
                 f"{fields.get('error', '')}\n(the traceback cannot be shown: {errors.summary(e)['error']})\n"
             )

@@ -231,6 +231,12 @@ def test_exception_with_a_broken_str(shared: Kernel) -> None:
     assert shared.run("1").result == "1"
 
 
+def test_exception_whose_str_ends_the_program(shared: Kernel) -> None:
+    cell = shared.run("class E(Exception):\n    def __str__(self): raise SystemExit(1)\nraise E")
+    assert cell.state == "failed"
+    assert shared.run("1").result == "1"
+
+
 def test_asyncio_run_says_what_to_do(shared: Kernel) -> None:
     cell = shared.run("import asyncio\nasync def main(): pass\nasyncio.run(main())")
     assert cell.state == "failed"
