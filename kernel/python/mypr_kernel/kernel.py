@@ -16,6 +16,7 @@ import faulthandler
 import os
 import select
 import sys
+import time
 from _contextvars import copy_context
 from _signal import SIGTERM, signal
 from _thread import get_ident, start_new_thread
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Generator
     from types import FrameType, ModuleType
-    from typing import Any
+    from typing import Any, NoReturn
 
     from .environment import Settings
     from .ipython import Shell
@@ -54,6 +55,7 @@ IDLE_AFTER_START = 0.2  # seconds without a cell, then the event loop is made
 IDLE_AFTER_CELL = 0.03
 IPYTHON_AFTER = 0.15  # seconds after that, then IPython is imported
 LOADING_SWITCH_INTERVAL = 0.0005  # seconds, meanwhile
+MAX_FAILURES, FAILURES_WITHIN = 10, 10.0  # of the main thread between cells; seconds
 STOP_WITHIN = 1.0  # seconds for cells to end, and again for their events to be acknowledged
 
 ENDING = "ending"  # its terminal event is being made; nothing may interrupt that
@@ -177,15 +179,34 @@ class Kernel:
         self._install()
         self._make_workspace()
         self.link.start()
-        self._run_without_loop()
-        loop = self.loop
-        while self._exit is None and loop is not None:
+        failures: deque[float] = deque(maxlen=MAX_FAILURES)
+        while self._exit is None:
             try:
-                loop.run_forever()
+                if self.loop is None:
+                    self._run_without_loop()
+                else:
+                    self.loop.run_forever()
             except (KeyboardInterrupt, SystemExit, interrupts.Stopping):
                 # Of a child task or callback; its cell has been told. The loop goes on.
                 continue
+            except Exception as e:
+                # Of a signal handler that a cell has left behind (a signal.alarm that nobody
+                # waits for any more). Again and again: the kernel itself is broken.
+                self.log.line("between cells: " + errors.traceback_text(e).rstrip())
+                now = time.monotonic()
+                if len(failures) == MAX_FAILURES and now - failures[0] < FAILURES_WITHIN:
+                    self._broken("the main thread fails again and again")
+                failures.append(now)
         return self._leave()
+
+    def _broken(self, reason: str) -> NoReturn:
+        """The kernel's own code has failed, as cells can make it (they have closed its
+        descriptors, or replaced what it calls). A kernel that seems to live and never ends a
+        cell is worse than one that is seen to end."""
+        try:
+            self.log.line(f"{reason}: the kernel ends")
+        finally:
+            os._exit(1)
 
     def _run_without_loop(self) -> None:
         poll = select.poll()
@@ -203,7 +224,10 @@ class Kernel:
                 patience = IDLE_AFTER_CELL
 
     def _wake_main(self) -> None:
-        os.eventfd_write(self._inbox_fd, 1)
+        try:
+            os.eventfd_write(self._inbox_fd, 1)
+        except OSError as e:
+            self._broken(f"the main thread cannot be woken ({e})")
 
     def _deliver(self, kind: str, value: Any) -> None:
         """Pass something to the main thread, from any thread or a signal handler."""
@@ -217,7 +241,10 @@ class Kernel:
             kind, value = self.inbox.popleft()
             if kind == "execute":
                 cells = True
-                self._submit(value)
+                try:
+                    self._submit(value)
+                except Exception as e:
+                    self._broken("a cell could not begin: " + errors.traceback_text(e).rstrip())
             elif kind == "interrupt":
                 self._interrupt(value)
             elif kind == "result":
@@ -296,6 +323,14 @@ class Kernel:
 
     async def run_cell(self, cell: Cell) -> None:
         """The whole life of a cell. Ends in exactly one terminal event; raises nothing."""
+        try:
+            await self._run_cell(cell)
+        except GeneratorExit:
+            raise
+        except BaseException as e:
+            self._broken("a cell could not end: " + errors.traceback_text(e).rstrip())
+
+    async def _run_cell(self, cell: Cell) -> None:
         with self.outbox.lock:
             begins = cell.state == QUEUED and self._exit is None
             if begins:
@@ -342,11 +377,10 @@ class Kernel:
         except BaseException as e:
             cell.state = ENDING
             failure = e
-            fields = self._failure(cell, e)
+            if os.getpid() == self.pid:
+                fields = self._failure(cell, e)
         if os.getpid() != self.pid:
-            self._stdout.flush()
-            self._stderr.flush()
-            os._exit(0)  # a forked child came out of the cell's code
+            _leave_child(failure)  # a forked child came out of the cell's code
         if program is not None and not program.defines():
             self.sources.drop(cell.filename)
         self._c_streams.flush()
@@ -624,6 +658,22 @@ class _Handover:
 
     def __await__(self) -> Generator[None, None, None]:
         yield
+
+
+def _leave_child(failure: BaseException | None) -> NoReturn:
+    """End a forked child as Python ends a program, without what belongs to the parent."""
+    status = 0
+    try:
+        if isinstance(failure, SystemExit) and (failure.code is None or isinstance(failure.code, int)):
+            status = failure.code or 0
+        elif failure is not None:
+            status = 1
+            exits = isinstance(failure, SystemExit)
+            sys.stderr.write(f"{failure}\n" if exits else errors.traceback_text(failure))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(status & 0xFF)
 
 
 def _of_compile(error: BaseException) -> bool:

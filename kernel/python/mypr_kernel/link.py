@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .turn import Turn
 
 RECONNECT_FIRST, RECONNECT_MAX = 0.05, 5.0  # seconds
+MAX_FAILURES = 3  # of the I/O thread's turns, in a row
 LINGER = 0.001  # seconds: how long output waits for more of it
 BATCH = 256 << 10  # bytes joined for one send
 RECEIVE = 64 << 10  # bytes; from 128 KiB on malloc maps and unmaps pages for each buffer
@@ -187,14 +188,33 @@ class Link:
         self._outbox.io_thread = get_ident()
         self._notifier.send("READY=1\nSTATUS=ready")
         self._connect()
+        failures = 0  # in a row
         while True:
             try:
                 self._turn_once()
-            except Exception as e:
-                import traceback
+                failures = 0
+            except BaseException as e:
+                failures += 1
+                self._recover(e, failures)
 
-                self._log.line("I/O thread: " + "".join(traceback.format_exception(e)))
-                self._disconnect()
+    def _recover(self, error: BaseException, failures: int) -> None:
+        """Connect anew after a failure. When what this thread lives on is gone (a cell has
+        closed its descriptors, or replaced what it calls), end the process: without this
+        thread the kernel would look alive and never answer again."""
+        try:
+            import traceback
+
+            self._log.line("I/O thread: " + "".join(traceback.format_exception(error)))
+            self._disconnect()
+            for fd in (self._wake_fd, self._signals, *self._captured):
+                self._epoll.modify(fd, select.EPOLLIN)
+            self._paused = False
+            if failures < MAX_FAILURES:
+                return
+            self._log.line("the I/O thread fails again and again: the kernel ends")
+        except BaseException:
+            os.write(self._log.fd, b"the I/O thread has lost what it needs: the kernel ends\n")
+        os._exit(1)
 
     def _turn_once(self) -> None:
         done = self._done  # looked at before framing: what was put before it is framed now
@@ -457,8 +477,11 @@ class Link:
     def _disconnect(self) -> None:
         if self._socket is None:
             return
-        self._epoll.unregister(self._socket.fileno())
-        self._socket.close()
+        try:
+            self._epoll.unregister(self._socket.fileno())
+            self._socket.close()
+        except OSError:  # a cell has closed the descriptor: the number is not ours any more
+            self._socket.detach()
         self._socket = None
         self._welcomed = False
         self._queue.clear()

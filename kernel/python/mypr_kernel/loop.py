@@ -50,6 +50,11 @@ class Selector(selectors.EpollSelector):
 class Loop(asyncio.SelectorEventLoop):
     """asyncio's loop; what goes to the default executor prints into the cell that sent it."""
 
+    def close(self) -> None:
+        """Refused, also before the loop runs (where the cell is that imports asyncio first):
+        it is every cell's, for as long as the process lives."""
+        raise RuntimeError("Cannot close a running event loop: it is the kernel's")
+
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:

@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
 from harness import Kernel
 
 
@@ -149,3 +150,86 @@ def test_a_child_of_a_child_keeps_what_is_its_own(kernel: Kernel) -> None:
     )
     assert "status 0\n" in cell.text()
     assert "Error" not in cell.text()
+
+
+# What the kernel needs is gone: it must end (the manager tells of it and starts another),
+# never seem to live while nothing is answered any more.
+TAKE_AWAY = {
+    "the signals' pipe": "import signal\nfd = signal.set_wakeup_fd(-1)\nsignal.set_wakeup_fd(fd)\nos.close(fd)",
+    "every epoll": "[os.close(f) for f, n in files if n == 'anon_inode:[eventpoll]']",
+    "every eventfd": "[os.close(f) for f, n in files if n == 'anon_inode:[eventfd]']",
+    "every pipe": "[os.close(f) for f, n in files if f > 2 and n.startswith('pipe:')]",
+    "all": "os.closerange(0, 100)",
+    "builtins": "import builtins\nbuiltins.len = builtins.type = builtins.isinstance = None",
+}
+
+
+@pytest.mark.parametrize("what", TAKE_AWAY)
+def test_a_kernel_without_what_it_needs_ends(kernel: Kernel, what: str) -> None:
+    kernel.run("import asyncio, os\nawait asyncio.sleep(0)\n")
+    files = "files = []\nfor f in map(int, os.listdir('/proc/self/fd')):\n    try: files.append((f, os.readlink(f'/proc/self/fd/{f}')))\n    except OSError: pass\n"
+    try:
+        kernel.execute(files + TAKE_AWAY[what])
+        kernel.execute("import asyncio\nawait asyncio.sleep(0)\nprint(len('x'))")
+    except OSError:  # it is quick
+        pass
+    assert kernel.process.wait(20) == 1
+
+
+def test_a_kernel_whose_connection_is_closed_connects_again(kernel: Kernel) -> None:
+    exec_id = kernel.execute(
+        "import os\nfor f in map(int, os.listdir('/proc/self/fd')):\n"
+        "    try: socket = os.readlink(f'/proc/self/fd/{f}').startswith('socket:')\n"
+        "    except OSError: continue\n"
+        "    if socket: os.close(f)"
+    )
+    kernel.connect()
+    assert kernel.wait_state(exec_id)["state"] == "succeeded"
+    assert kernel.run("1 + 1").result == "2"
+
+
+def test_a_signal_handler_of_an_ended_cell_may_raise(kernel: Kernel) -> None:
+    """signal.alarm with a handler that raises, which nobody took back."""
+    os.mkfifo(kernel.workspace / "late")
+    for more in ("", "import asyncio; await asyncio.sleep(0)"):  # without a loop, and in one
+        cell = kernel.run(
+            f"import os, signal\n{more}\n"
+            "def late(*_):\n"
+            "    with open('late', 'wb') as late: late.write(b'x')\n"
+            "    raise TimeoutError('too late')\n"
+            "signal.signal(signal.SIGALRM, late)\n"
+            "signal.setitimer(signal.ITIMER_REAL, 0.02);"
+        )
+        assert cell.state == "succeeded"
+        with open(kernel.workspace / "late", "rb") as late:
+            assert late.read() == b"x"
+        assert kernel.run("1 + 1").result == "2"
+    assert "between cells: " in kernel.log.read_text()
+
+
+def test_the_loop_cannot_be_closed(kernel: Kernel) -> None:
+    for _ in range(2):  # the first cell imports asyncio: the loop does not run yet
+        cell = kernel.run("import asyncio\nasyncio.get_event_loop().close()")
+        assert "Cannot close a running event loop" in cell.traceback
+    assert kernel.run("import asyncio\nawait asyncio.sleep(0)\n3").result == "3"
+
+
+def test_an_exception_that_cannot_be_shown_ends_its_cell(kernel: Kernel) -> None:
+    cell = kernel.run("class E(BaseException):\n    def __str__(self): raise SystemExit\nraise E()")
+    assert cell.state == "failed"
+    assert "str() of the exception failed: SystemExit" in cell.error
+
+
+def test_a_forked_child_that_fails_says_so(kernel: Kernel) -> None:
+    wait = "print('status', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    for ending, status in (
+        ("1 / 0", 1),
+        ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit('no')", 1),
+        ("pass", 0),
+    ):
+        cell = kernel.run(f"import os\nif pid := os.fork(): {wait}\nelse: {ending}")
+        assert f"status {status}\n" in cell.text(raw=False)
+        if ending == "1 / 0":
+            assert "ZeroDivisionError" in cell.text("stderr", raw=True)
+        assert cell.state == "succeeded"
