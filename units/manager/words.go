@@ -35,7 +35,7 @@ rosy royal ruby russet rustic sage sandy scarlet serene sharp shiny silent silke
 sleek smart smooth snowy snug solar solid sonic spry stable starry steady sunny swift tidy vivid`
 	animalText = `
 addax agouti albatross alpaca anchovy anole ant anteater antelope argali armadillo aurochs avocet axolotl badger bandicoot
-barbet bass bat beaver bee beetle beluga bilby bison bittern blackbird boar bobcat bongo bonobo booby
+barbet bass bat beaver bee beetle beluga bilby bison bittern blackbird boar bobcat bongo bonobo gharial
 buffalo bulbul bunting butterfly buzzard camel canary caracal cardinal caribou carp cassowary cat catfish chamois cheetah
 chickadee chinchilla chipmunk cicada civet clam cobra cockatoo cod condor coot cormorant cougar cow coyote crab
 crane cricket crow cuckoo curlew deer dingo dipper dodo dolphin donkey dormouse dove dragonfly duck dugong
