@@ -111,7 +111,11 @@ func TestEveryFieldIsReachable(t *testing.T) {
 	}
 	for _, typ := range []reflect.Type{reflect.TypeFor[spec.Unit](), reflect.TypeFor[spec.Service](), reflect.TypeFor[spec.Socket]()} {
 		for i := range typ.NumField() {
-			if f := typ.Name() + "." + typ.Field(i).Name; !set[f] {
+			f := typ.Name() + "." + typ.Field(i).Name
+			if f == "Unit.Raw" { // how bytes that are no text travel as JSON, nothing of a file's
+				continue
+			}
+			if !set[f] {
 				t.Errorf("no unit file in testdata sets %s", f)
 			}
 		}
