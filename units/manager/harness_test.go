@@ -348,7 +348,12 @@ func (c *fakeControl) Subscribe(_ context.Context, _ ...string) ([]control.UnitS
 	c.s.mu.Lock()
 	defer c.s.mu.Unlock()
 	c.events = make(chan control.UnitEvent, 1000)
-	c.s.subs[c.events] = struct{}{}
+	select {
+	case <-c.done: // its peer was killed in the middle of asking
+		close(c.events)
+	default:
+		c.s.subs[c.events] = struct{}{}
+	}
 	return []control.UnitStatus{c.s.status}, c.events, nil
 }
 
