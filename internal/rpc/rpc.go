@@ -46,6 +46,10 @@ const MaxFrame = 32 << 20
 // maxFDs bounds the descriptors of one frame; the kernel's own limit is 253 (SCM_MAX_FD).
 const maxFDs = 64
 
+// maxRequests bounds the requests of one peer that have no answer yet, be it that they
+// are worked on or that the peer does not read: each of them holds memory.
+const maxRequests = 4096
+
 // ErrClosed is wrapped by the error of a Call whose connection ended before the
 // answer came: whether the request was carried out is unknown.
 var ErrClosed = errors.New("connection closed")
@@ -209,6 +213,7 @@ type Conn struct {
 	nextID   uint64
 	pending  map[uint64]chan answer
 	running  map[uint64]context.CancelFunc
+	serving  int // requests whose answer has not been written
 	closeErr error
 }
 
@@ -545,10 +550,17 @@ func (c *Conn) dispatch(f frame, files []*os.File) error {
 		ctx, cancel := context.WithCancel(c.ctx)
 		c.mu.Lock()
 		_, twice := c.running[f.ID]
-		if !twice {
+		full := c.serving >= maxRequests
+		if !twice && !full {
 			c.running[f.ID] = cancel // before the next frame is read, so that no cancel can miss it
+			c.serving++
 		}
 		c.mu.Unlock()
+		if full {
+			cancel()
+			closeAll(files)
+			return fmt.Errorf("more than %d requests of the peer have no answer yet", maxRequests)
+		}
 		if twice {
 			cancel()
 			closeAll(files)
@@ -584,6 +596,11 @@ func closeAll(files []*os.File) {
 func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, files []*os.File) {
 	defer c.wg.Done()
 	defer cancel()
+	defer func() {
+		c.mu.Lock()
+		c.serving--
+		c.mu.Unlock()
+	}()
 	var value any
 	var err error
 	if c.handler == nil {

@@ -514,6 +514,34 @@ func raw(t *testing.T, h Handler) (*Conn, *net.UnixConn) {
 	return c, b
 }
 
+// A peer that asks and asks and never reads costs a bounded amount of memory.
+func TestPeerThatNeverReads(t *testing.T) {
+	noLeak(t)
+	left, right := socketpair(t)
+	defer left.Close()
+	var handled atomic.Int64
+	c := NewConn(right, HandlerFunc(func(context.Context, *Request) (any, error) {
+		handled.Add(1)
+		return strings.Repeat("x", 1<<10), nil
+	}))
+	defer c.Close()
+	for id := 1; ; id++ {
+		if _, err := fmt.Fprintf(left, "{\"id\":%d,\"method\":\"m\"}\n", id); err != nil {
+			break // the other side has had enough
+		}
+		if id > 100*maxRequests {
+			t.Fatal("the connection goes on and on")
+		}
+	}
+	<-c.Done()
+	if n := handled.Load(); n > 2*maxRequests {
+		t.Fatalf("%d requests were handled for a peer that reads nothing", n)
+	}
+	if err := c.Err(); err == nil || !strings.Contains(err.Error(), "no answer") {
+		t.Fatalf("ended with %v", err)
+	}
+}
+
 func TestMalformed(t *testing.T) {
 	null, err := os.Open(os.DevNull)
 	if err != nil {
