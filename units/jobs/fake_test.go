@@ -281,13 +281,14 @@ func (f *fake) Wait(ctx context.Context, p control.WaitParams) (control.UnitStat
 type memory struct {
 	mu      sync.Mutex
 	records map[string]api.Record
+	jobs    map[string][]byte
 	events  []api.LogEvent
 	fail    error // what Save answers
 }
 
-func newMemory() *memory { return &memory{records: map[string]api.Record{}} }
+func newMemory() *memory { return &memory{records: map[string]api.Record{}, jobs: map[string][]byte{}} }
 
-func (m *memory) Save(_ context.Context, r *api.Record, isNew bool, e *api.LogEvent) error {
+func (m *memory) Save(_ context.Context, r *api.Record, job []byte, isNew bool, e *api.LogEvent) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.fail != nil {
@@ -297,6 +298,7 @@ func (m *memory) Save(_ context.Context, r *api.Record, isNew bool, e *api.LogEv
 		return fmt.Errorf("record %s: known %v, new %v", r.ID, known, isNew)
 	}
 	m.records[r.ID] = *r
+	m.jobs[r.ID] = job
 	m.events = append(m.events, *e)
 	return nil
 }
@@ -308,14 +310,20 @@ func (m *memory) Output(e *api.LogEvent, done func()) {
 	go done()
 }
 
-func (m *memory) Live(context.Context) ([]api.Record, error) {
+func (m *memory) Live(context.Context) ([][]byte, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	var rs []api.Record
-	for _, r := range m.records {
+	var jobs [][]byte
+	for id, r := range m.records {
 		if !api.Terminal(r.State) {
-			rs = append(rs, r)
+			jobs = append(jobs, m.jobs[id])
 		}
 	}
-	return rs, nil
+	return jobs, nil
+}
+
+func (m *memory) Load(_ context.Context, id string) ([]byte, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.jobs[id], nil
 }

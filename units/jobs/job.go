@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"sync"
 	"time"
 
@@ -38,7 +37,7 @@ type job struct {
 	logging bool       // a log line is being written
 	unsaved bool       // the disk refused the end of it
 
-	recorded bool // history has a record of it; used by whoever drives the job alone
+	recorded bool // history has a record of it
 }
 
 func newJob(s *Service, st Status) *job {
@@ -337,30 +336,15 @@ func (j *job) finish(u *control.UnitStatus, err error) {
 		j.explain()
 	}
 	j.mu.Unlock()
-	saved := make(chan error, 1)
-	go func() { saved <- j.save() }()
-	j.finishRecord(j.s.ctx)
-	if err := <-saved; err != nil {
+	if err := j.save(j.s.ctx, j.status().State); err != nil {
 		j.mu.Lock()
 		j.unsaved = true
-		j.st.warn("metadata_not_saved", "the end of the job is known to the running manager only: "+err.Error())
+		j.st.warn("record_not_saved", "the end of the job is not in the history yet: "+err.Error())
 		j.mu.Unlock()
 	}
 	j.s.completed(j)
 	close(j.over)
 	j.release()
-}
-
-func (j *job) finishRecord(ctx context.Context) {
-	st := j.status()
-	j.mu.Lock()
-	e := j.event(st.State, nil)
-	j.mu.Unlock()
-	if err := j.s.o.History.Save(ctx, st.record(), !j.recorded, e); err != nil {
-		j.mu.Lock()
-		j.st.warn("record_not_saved", "the end of the job is not in the history yet: "+err.Error())
-		j.mu.Unlock()
-	}
 }
 
 // release lets the supervisor forget the unit.
@@ -371,38 +355,23 @@ func (j *job) release() {
 	}
 }
 
-// describe writes the description for the first time: there is nothing to replace.
-func (j *job) describe() error {
+// save makes what is known of the job durable, with a line for the log.
+func (j *job) save(ctx context.Context, event string) error {
 	st := j.status()
 	raw, err := json.Marshal(&st)
 	if err != nil {
 		return err
 	}
-	path := j.s.path(j.id, ".json")
-	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
+	j.mu.Lock()
+	e, isNew := j.event(event, nil), !j.recorded
+	j.mu.Unlock()
+	if err := j.s.o.History.Save(ctx, st.record(), raw, isNew, e); err != nil {
 		return err
 	}
-	_, err = f.Write(append(raw, '\n'))
-	if err = errors.Join(err, f.Close()); err != nil {
-		os.Remove(path)
-	}
-	return err
-}
-
-// save writes the description again, by rename so that a reader never sees half of it.
-func (j *job) save() error {
-	st := j.status()
-	raw, err := json.Marshal(&st)
-	if err != nil {
-		return err
-	}
-	tmp := j.s.path(j.id, ".json.new")
-	if err := os.WriteFile(tmp, append(raw, '\n'), 0o600); err != nil {
-		os.Remove(tmp)
-		return err
-	}
-	return os.Rename(tmp, filepath.Join(j.s.o.Dir, j.id+".json"))
+	j.mu.Lock()
+	j.recorded = true
+	j.mu.Unlock()
+	return nil
 }
 
 // resume takes up a job of an earlier manager.
@@ -459,7 +428,7 @@ func (j *job) stop(ctx context.Context, reason string) (bool, error) {
 	j.mu.Unlock()
 	if first {
 		// So that a manager that takes over knows that it was not the command that failed.
-		if err := j.save(); err != nil {
+		if err := j.save(j.s.ctx, Cancelling); err != nil {
 			j.s.log.Warn("a cancellation could not be saved", "id", j.id, "err", err)
 		}
 		if !j.s.goIfOpen(j.stopUnit) {

@@ -1,11 +1,11 @@
 // Package jobs runs background work, shell commands and package installations, as
 // transient units of the supervisor: job-<id>.service, one cgroup (or shim) each.
 //
-// It owns what a job is: its identity, its states, its output on disk, who waits for
-// it, and what is remembered of it (.mypr/jobs/<id>.json). It holds no process: the
-// supervisor does, and keeps duplicates of the pipes and terminals, so a job goes on
-// when this process dies and Resume picks it up. It does not own history: records and
-// log lines go to a History, which the manager implements with its database.
+// It owns what a job is: its identity, its states, its output on disk and who waits for
+// it. It holds no process: the supervisor does, and keeps duplicates of the pipes and
+// terminals, so a job goes on when this process dies and Resume picks it up. It does not
+// own history: records and log lines go to a History, which the manager implements with
+// its database.
 //
 // # States
 //
@@ -32,7 +32,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -75,12 +74,14 @@ type History interface {
 	// Save inserts (isNew) or updates the record of a job and adds a line to the log,
 	// both or neither, and returns when it is durable. On failure for a terminal state
 	// the implementation tries again by itself: the answer is only for a warning.
-	Save(ctx context.Context, r *api.Record, isNew bool, e *api.LogEvent) error
+	Save(ctx context.Context, r *api.Record, job []byte, isNew bool, e *api.LogEvent) error
 	// Output adds an output line to the log; done is called when another one may
 	// come. A job has at most one outstanding.
 	Output(e *api.LogEvent, done func())
-	// Live returns the records of jobs that have not ended.
-	Live(ctx context.Context) ([]api.Record, error)
+	// Live returns what was saved of the jobs that have not ended.
+	Live(ctx context.Context) (jobs [][]byte, err error)
+	// Load returns what was saved of a job, nil if there is none.
+	Load(ctx context.Context, id string) (job []byte, err error)
 }
 
 // Options of a Service.
@@ -197,7 +198,7 @@ func (s *Service) Active() []api.Record {
 
 // Text is a range of a job's output as journal events, cut to limit bytes.
 func (s *Service) Text(id string, from, to int64, limit int) (events []api.Event, cut bool, err error) {
-	j, err := s.find(id)
+	j, err := s.find(s.ctx, id)
 	if err != nil {
 		return nil, false, err
 	}
@@ -238,24 +239,18 @@ func (s *Service) Suspend() {
 // that ended meanwhile get their true end. It returns when all of them are found. It is
 // called once, before any method.
 func (s *Service) Resume(ctx context.Context) error {
-	records, err := s.o.History.Live(ctx)
+	live, err := s.o.History.Live(ctx)
 	if err != nil {
 		return fmt.Errorf("resume jobs: %w", err)
 	}
 	known := map[string]bool{}
-	for i := range records {
-		r := &records[i]
-		known[r.ID] = true
-		j, err := s.load(r.ID)
+	for _, raw := range live {
+		j, err := s.revive(raw)
 		if err != nil {
-			// The description is gone; the record must still end.
-			j = newJob(s, Status{ID: r.ID, Kind: r.Kind, State: api.Running, ClientID: r.ClientID, ConnectionID: r.ConnectionID, CreatedAt: r.CreatedAt})
-			j.st.warn("metadata_lost", "the description of the job could not be read: "+err.Error())
+			s.log.Error("the record of a job cannot be read", "err", err)
+			continue
 		}
-		j.recorded = true
-		if j.ended() {
-			j.finishRecord(ctx)
-		}
+		known[j.id] = true
 		s.adopt(j)
 	}
 	// Units without a live record: of jobs that ended and were not released, or of a
@@ -273,10 +268,10 @@ func (s *Service) Resume(ctx context.Context) error {
 		if !isJob || !isID(id) || known[id] {
 			continue
 		}
-		j, err := s.load(id)
-		if err != nil {
+		j, err := s.load(ctx, id)
+		if err != nil || j == nil {
 			s.log.Error("a job of which nothing is known is stopped", "unit", u.Name, "err", err)
-			j = newJob(s, Status{ID: id, Kind: KindShell, State: Cancelling, CreatedAt: now(), CancelledBy: "its description is lost"})
+			j = newJob(s, Status{ID: id, Kind: KindShell, State: Cancelling, CreatedAt: now(), CancelledBy: "its record is lost"})
 		}
 		s.adopt(j)
 	}
@@ -315,8 +310,8 @@ func (s *Service) sorted() []*job {
 	return js
 }
 
-// find returns a job that is in memory or on disk.
-func (s *Service) find(id string) (*job, error) {
+// find returns a job that is in memory or was saved.
+func (s *Service) find(ctx context.Context, id string) (*job, error) {
 	if !isID(id) {
 		return nil, rpc.Errorf(rpc.CodeNotFound, "there is no job %.80q", id)
 	}
@@ -326,37 +321,45 @@ func (s *Service) find(id string) (*job, error) {
 	if j != nil {
 		return j, nil
 	}
-	j, err := s.load(id)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, rpc.Errorf(rpc.CodeNotFound, "there is no job %s", id)
-	}
+	j, err := s.load(ctx, id)
 	if err != nil {
 		return nil, fmt.Errorf("read job %s: %w", id, err)
 	}
-	if !j.ended() {
-		// Its record is not live, so no resumption found it: the database was replaced.
-		j.st.State, j.st.Error = api.Lost, "how it ended is not known: the record of the job is gone"
-		close(j.over)
+	if j == nil {
+		return nil, rpc.Errorf(rpc.CodeNotFound, "there is no job %s", id)
+	}
+	if !j.ended() { // resumption would have found it, so it ended a moment ago
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if now := s.jobs[id]; now != nil {
+			return now, nil
+		}
 	}
 	return j, nil
 }
 
-// load reads the description of a job.
-func (s *Service) load(id string) (*job, error) {
-	raw, err := os.ReadFile(filepath.Join(s.o.Dir, id+".json"))
-	if err != nil {
+// load reads a saved job; nil if there is none.
+func (s *Service) load(ctx context.Context, id string) (*job, error) {
+	raw, err := s.o.History.Load(ctx, id)
+	if err != nil || raw == nil {
 		return nil, err
 	}
+	return s.revive(raw)
+}
+
+// revive makes a job of what was saved of it.
+func (s *Service) revive(raw []byte) (*job, error) {
 	var st Status
 	if err := json.Unmarshal(raw, &st); err != nil {
 		return nil, err
 	}
-	if st.ID != id {
-		return nil, fmt.Errorf("%s.json describes another job", id)
+	if !isID(st.ID) {
+		return nil, fmt.Errorf("%q is no job id", st.ID)
 	}
 	j := newJob(s, st)
+	j.recorded = true
 	if err := j.out.load(); err != nil {
-		return nil, err
+		j.st.warn("output_lost", "what was kept of the output cannot be read: "+err.Error())
 	}
 	j.out.dropped, j.out.unsaved = st.OutputDropped, st.OutputUnsaved
 	if api.Terminal(st.State) {

@@ -124,7 +124,7 @@ func (s *Service) start(ctx context.Context, c Caller, p startParams) (Status, e
 // begin starts a job and returns when it runs.
 func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startParams) (*job, error) {
 	if p.ID != "" {
-		if j, err := s.find(p.ID); err == nil {
+		if j, err := s.find(ctx, p.ID); err == nil {
 			return j, j.startError(ctx)
 		}
 	}
@@ -231,27 +231,13 @@ func (j *job) run(u *spec.Unit, p *startParams) {
 		j.finish(nil, err)
 		j.s.wg.Done()
 	}
-	// The description is there before the command is, so that a manager that comes after
-	// a crash knows what it finds running. The record of it in the history, which takes
-	// as long again, is made meanwhile; nobody hears of the job before both are.
-	if err := j.describe(); err != nil {
+	// The record is there before the command is, so that a manager that comes after a
+	// crash knows what it finds running.
+	if err := j.save(j.s.ctx, api.Running); err != nil {
 		fail(rpc.Errorf(CodeStart, "the job could not be recorded, so it was not started: %v", err))
 		return
 	}
-	st := j.status()
-	j.mu.Lock()
-	e := j.event(api.Running, nil)
-	j.mu.Unlock()
-	recorded := make(chan error, 1)
-	go func() { recorded <- j.s.o.History.Save(j.s.ctx, st.record(), true, e) }()
 	err := j.launch(u, p)
-	rerr := <-recorded
-	j.recorded = rerr == nil
-	if err == nil && rerr != nil && j.s.ctx.Err() == nil {
-		j.mu.Lock()
-		j.st.warn("record_not_saved", "the job is not in the history: "+rerr.Error())
-		j.mu.Unlock()
-	}
 	if err != nil {
 		if j.s.ctx.Err() != nil { // the next manager looks for it
 			close(j.started)
@@ -370,7 +356,7 @@ func (s *Service) read(ctx context.Context, _ Caller, p readParams) (*readResult
 	if err != nil {
 		return nil, err
 	}
-	j, err := s.find(p.ID)
+	j, err := s.find(ctx, p.ID)
 	if err != nil {
 		return nil, err
 	}
@@ -415,11 +401,11 @@ func (s *Service) read(ctx context.Context, _ Caller, p readParams) (*readResult
 
 // skip moves a cursor by a number of bytes of its stream: expect does not want to
 // fetch again what it has matched.
-func (s *Service) skip(_ context.Context, _ Caller, p skipParams) (skipResult, error) {
+func (s *Service) skip(ctx context.Context, _ Caller, p skipParams) (skipResult, error) {
 	if err := checkStream(p.Stream); err != nil {
 		return skipResult{}, err
 	}
-	j, err := s.find(p.ID)
+	j, err := s.find(ctx, p.ID)
 	if err != nil {
 		return skipResult{}, err
 	}
@@ -434,7 +420,7 @@ func (s *Service) skip(_ context.Context, _ Caller, p skipParams) (skipResult, e
 }
 
 func (s *Service) wait(ctx context.Context, _ Caller, p waitParams) (Status, error) {
-	j, err := s.find(p.ID)
+	j, err := s.find(ctx, p.ID)
 	if err != nil {
 		return Status{}, err
 	}
@@ -454,7 +440,7 @@ func (s *Service) wait(ctx context.Context, _ Caller, p waitParams) (Status, err
 }
 
 func (s *Service) status(ctx context.Context, _ Caller, p idParams) (Status, error) {
-	j, err := s.find(p.ID)
+	j, err := s.find(ctx, p.ID)
 	if err != nil {
 		return Status{}, err
 	}
@@ -501,7 +487,7 @@ func (s *Service) cancelJob(ctx context.Context, c Caller, p cancelParams) (canc
 	if p.Early && s.forbid(p.ID) {
 		return cancelResult{p.ID, true, api.Cancelled}, nil
 	}
-	j, err := s.find(p.ID)
+	j, err := s.find(ctx, p.ID)
 	if err != nil {
 		return cancelResult{}, err
 	}
@@ -517,12 +503,12 @@ func (s *Service) cancelJob(ctx context.Context, c Caller, p cancelParams) (canc
 }
 
 // output is the text of both streams from an offset that only counts forwards.
-func (s *Service) output(_ context.Context, _ Caller, p outputParams) (*outputResult, error) {
+func (s *Service) output(ctx context.Context, _ Caller, p outputParams) (*outputResult, error) {
 	limit, err := pageSize(p.MaxBytes)
 	if err != nil {
 		return nil, err
 	}
-	j, err := s.find(p.ID)
+	j, err := s.find(ctx, p.ID)
 	if err != nil {
 		return nil, err
 	}
@@ -537,7 +523,7 @@ func (s *Service) output(_ context.Context, _ Caller, p outputParams) (*outputRe
 	return &outputResult{pg.text, pg.next, pg.more, j.status()}, nil
 }
 
-func (s *Service) list(_ context.Context, _ Caller, p listParams) (listResult, error) {
+func (s *Service) list(ctx context.Context, _ Caller, p listParams) (listResult, error) {
 	r := listResult{Jobs: []Status{}}
 	add := func(j *job) {
 		st := j.status()
@@ -555,7 +541,7 @@ func (s *Service) list(_ context.Context, _ Caller, p listParams) (listResult, e
 		if p.Memory && !s.inMemory(id) {
 			continue
 		}
-		if j, err := s.find(id); err == nil {
+		if j, err := s.find(ctx, id); err == nil {
 			add(j)
 		}
 	}
@@ -564,7 +550,7 @@ func (s *Service) list(_ context.Context, _ Caller, p listParams) (listResult, e
 
 // write gives text to the standard input or the terminal of a job.
 func (s *Service) write(ctx context.Context, _ Caller, p writeParams) (writeResult, error) {
-	j, err := s.find(p.ID)
+	j, err := s.find(ctx, p.ID)
 	if err != nil {
 		return writeResult{}, err
 	}
@@ -630,7 +616,9 @@ func (j *job) closeStdin(ctx context.Context) error {
 	if f != nil {
 		f.Close()
 	}
-	_ = j.save() // a successor that does not know would find the end of file anyway
+	if err := j.save(ctx, "input_closed"); err != nil { // a successor that does not know would find the end of file anyway
+		j.s.log.Warn("the end of an input could not be saved", "id", j.id, "err", err)
+	}
 	return j.s.supervisor(ctx, func(sup Supervisor) error { return sup.Release(ctx, unitName(j.id), "stdin") })
 }
 
@@ -684,7 +672,7 @@ func (s *Service) resize(ctx context.Context, _ Caller, p resizeParams) (resizeR
 	if err := checkSize(p.Rows, p.Cols); err != nil {
 		return resizeResult{}, err
 	}
-	j, err := s.find(p.ID)
+	j, err := s.find(ctx, p.ID)
 	if err != nil {
 		return resizeResult{}, err
 	}

@@ -23,8 +23,7 @@ const (
 	causeUnknown   = "unknown"   // the supervisor could not learn how it ended
 )
 
-// Status is everything known of a job, as Python sees it and as .mypr/jobs/<id>.json
-// keeps it. Times are Unix seconds. The environment is not part of it: it may hold secrets.
+// Status is everything known of a job, as Python sees it and as History keeps it. Times are Unix seconds. The environment is not part of it: it may hold secrets.
 type Status struct {
 	ID           string      `json:"id"`
 	Kind         string      `json:"kind"` // shell, package

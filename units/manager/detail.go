@@ -16,10 +16,11 @@ type (
 	// recordDetail is a record with the beginning of its output, as journal events.
 	recordDetail struct {
 		api.Record
-		Output          any   `json:"output"`
-		Cursor          int64 `json:"cursor"` // for poll (executions) or history.output
-		HasMore         bool  `json:"has_more"`
-		OutputTruncated bool  `json:"output_truncated"` // there is more output than is shown, or was
+		Output          any             `json:"output"`
+		Cursor          int64           `json:"cursor"` // for poll (executions) or history.output
+		HasMore         bool            `json:"has_more"`
+		OutputTruncated bool            `json:"output_truncated"` // there is more output than is shown, or was
+		Job             json.RawMessage `json:"job,omitempty"`    // its status, of a job
 	}
 	outputParams struct {
 		ID       string `json:"id"`
@@ -56,6 +57,7 @@ func (m *Manager) recordDetail(p api.RecordParams) (*recordDetail, error) {
 	}
 	d := &recordDetail{Record: *recordOf(e), Output: []api.Event{}}
 	if isJob(e.Kind) {
+		d.Job = e.Job
 		if m.jobs == nil {
 			return d, nil
 		}

@@ -71,11 +71,11 @@ const saveWait = 250 * time.Millisecond
 
 // Save inserts or updates the record of a job and logs a line, both or neither. The
 // end of a job is stored as soon as the disk takes it, also when Save has given up waiting.
-func (h JobsHost) Save(ctx context.Context, r *api.Record, isNew bool, line *api.LogEvent) error {
+func (h JobsHost) Save(ctx context.Context, r *api.Record, job []byte, isNew bool, line *api.LogEvent) error {
 	m := h.m
 	e := &store.Entity{ID: r.ID, Kind: r.Kind, Client: r.ClientID, Generation: r.Generation, State: r.State, Created: r.CreatedAt, Code: r.Code,
 		Record: store.Record{Connection: r.ConnectionID, Started: r.StartedAt, Finished: r.FinishedAt, OutputBytes: r.OutputBytes,
-			Truncated: r.Truncated, Error: r.Error, ErrorInfo: r.ErrorInfo}}
+			Truncated: r.Truncated, Error: r.Error, ErrorInfo: r.ErrorInfo, Exec: r.ExecID, Job: job}}
 	e.Error, e.ErrorTruncated = summary(e.Error, api.MaxErrorBytes)
 	done := make(chan error, 1)
 	change := &store.Change{Log: []api.LogEvent{*line}}
@@ -120,19 +120,31 @@ func (h JobsHost) Output(line *api.LogEvent, done func()) {
 	}})
 }
 
-// Live are the records of jobs that have not ended.
-func (h JobsHost) Live(context.Context) ([]api.Record, error) {
+// Live is what was saved of the jobs that have not ended.
+func (h JobsHost) Live(context.Context) ([][]byte, error) {
 	list, err := h.m.store.Live()
 	if err != nil {
 		return nil, err
 	}
-	var records []api.Record
+	var jobs [][]byte
 	for _, e := range list {
 		if isJob(e.Kind) {
-			records = append(records, *recordOf(e))
+			jobs = append(jobs, e.Job)
 		}
 	}
-	return records, nil
+	return jobs, nil
+}
+
+// Load is what was saved of a job, nil if there is no such job.
+func (h JobsHost) Load(_ context.Context, id string) ([]byte, error) {
+	e, err := h.m.store.Entity(id)
+	if err != nil {
+		return nil, storageError(err, "the job could not be read")
+	}
+	if e == nil || !isJob(e.Kind) {
+		return nil, nil
+	}
+	return e.Job, nil
 }
 
 // isJob tells the kinds of records whose state only Jobs know.

@@ -42,6 +42,8 @@ type Record struct {
 	ErrorTruncated bool           `json:"error_truncated,omitempty"`
 	ErrorInfo      *api.ErrorInfo `json:"error_info,omitempty"`
 	Warnings       []api.Warning  `json:"warnings,omitempty"`
+	// Job is what package jobs has to say of a job.
+	Job json.RawMessage `json:"job,omitempty"`
 }
 
 // Generation is one kernel that there was.
