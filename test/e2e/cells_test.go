@@ -137,6 +137,29 @@ func TestInterruptFromTheCommandLine(t *testing.T) {
 	}
 }
 
+// C code that holds the interpreter lock silences the kernel's I/O thread too.
+func TestInterruptOfCodeThatHoldsTheInterpreterLock(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("")
+	f.must("import asyncio, re")
+	waiting := f.tool("execute", map[string]any{"code": "print('up')\nawait asyncio.Event().wait()", "wait_ms": 0})
+	for output(waiting) == "" {
+		waiting = f.tool("poll", map[string]any{"exec_id": waiting.Exec.ExecID, "cursor": 0, "wait_ms": 10000})
+	}
+	r := f.tool("execute", map[string]any{"code": "re.match(r'(a+)+$', 'a' * 40 + 'b')", "wait_ms": 1000})
+	if out, code := s.cli("interrupt"); code == 0 {
+		t.Errorf("an interrupt of nobody in particular: %s", out)
+	}
+	s.ok("interrupt", r.Exec.ExecID)
+	if r, _ = f.finish(r); r.Exec.State != api.Cancelled {
+		t.Errorf("the cell is %s", r.Exec.State)
+	}
+	if waiting = f.tool("poll", map[string]any{"exec_id": waiting.Exec.ExecID, "cursor": 0, "wait_ms": 0}); waiting.Exec.State != api.Running {
+		t.Errorf("the cell that waits is %s", waiting.Exec.State)
+	}
+}
+
 func TestDisplaysTracebacksAndLimits(t *testing.T) {
 	s := newSession(t)
 	f := s.serve()

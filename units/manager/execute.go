@@ -7,10 +7,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"syscall"
 	"time"
 
 	"mypr/internal/api"
 	"mypr/internal/rpc"
+	"mypr/supervisor/control"
 	"mypr/units/manager/journal"
 	"mypr/units/manager/store"
 )
@@ -552,16 +554,16 @@ func (m *Manager) interruptible() (string, error) {
 			queued = append(queued, id)
 		}
 	}
-	if len(running) == 0 {
-		running = queued
-	}
+	// A kernel whose interpreter lock is held does not even say which cell has begun: one
+	// that seems to wait may be the one that is meant.
+	running = append(running, queued...)
 	switch len(running) {
 	case 1:
 		return running[0], nil
 	case 0:
 		return "", rpc.Errorf(rpc.CodeConflict, "interrupt: no cell is running")
 	}
-	return "", rpc.Errorf(rpc.CodeConflict, "interrupt: %d cells are running and none blocks the others; name one of them: %v", len(running), running).
+	return "", rpc.Errorf(rpc.CodeConflict, "interrupt: %d cells are running or waiting and none is known to block the others; name one of them: %v", len(running), running).
 		WithHint("mypr-mcp interrupt %s", running[0])
 }
 
@@ -583,7 +585,7 @@ func (m *Manager) interruptRun(ctx context.Context, r *run) (*api.InterruptResul
 		res.Outcome = "dequeued"
 		return res, nil
 	}
-	l := m.kernel.link
+	l, sup := m.kernel.link, m.sup
 	m.mu.Unlock()
 	res.Outcome = "pending"
 	if l == nil {
@@ -591,6 +593,15 @@ func (m *Manager) interruptRun(ctx context.Context, r *run) (*api.InterruptResul
 	}
 	ctx, cancel := context.WithTimeout(ctx, interruptAnswer)
 	defer cancel()
+	if sup != nil {
+		// C code holds the interpreter lock, and the kernel's I/O thread cannot take the request.
+		// Some such code looks for signals itself (re does), and Python's handler of one lets
+		// that thread run, which then aims at the cell.
+		poke := time.AfterFunc(interruptAnswer/4, func() {
+			_ = sup.Kill(ctx, control.KillParams{Name: KernelUnit, Signal: int(syscall.SIGINT), Who: "main"})
+		})
+		defer poke.Stop()
+	}
 	if outcome, err := l.interrupt(ctx, r.id); err == nil {
 		res.Outcome = outcome
 	}
