@@ -25,7 +25,7 @@ type background struct {
 func (b background) Handles(method string) bool { return b.methods[method] != nil }
 
 func (b background) Call(ctx context.Context, c manager.Call, generation string) (any, error) {
-	return b.methods[c.Method](ctx, jobs.Caller{ClientID: c.ClientID, ConnectionID: c.ConnectionID, ExecID: c.ExecID, Generation: generation}, json.RawMessage(c.Params))
+	return b.methods[c.Method](ctx, jobs.Caller{ClientID: c.ClientID, ConnectionID: c.ConnectionID, ExecID: c.ExecID, Generation: generation, Again: c.Again}, json.RawMessage(c.Params))
 }
 
 var _ manager.Jobs = background{}

@@ -102,6 +102,7 @@ type FromKernel struct {
 	Method  string          `json:"method"`
 	Params  json.RawMessage `json:"params"`
 	Context CallContext     `json:"context"`
+	Again   bool            `json:"again"` // of call: an earlier manager may have carried it out
 }
 
 // Cell is a live cell of a hello.

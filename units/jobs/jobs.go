@@ -110,6 +110,7 @@ type Caller struct {
 	ConnectionID string
 	ExecID       string
 	Generation   string
+	Again        bool // an earlier manager may have answered the same call
 }
 
 // Method answers one call.

@@ -570,3 +570,25 @@ func TestArgumentsAreBytes(t *testing.T) {
 		t.Fatalf("%+v", r)
 	}
 }
+
+// A call that is sent again finds what the earlier manager did.
+func TestStartSentAgain(t *testing.T) {
+	w := newWorld(t)
+	id := newID()
+	p := params("echo once >>"+w.dir+"/count; exit 3", `"id":"`+id+`"`)
+	must[RunResult](w, "shell.run", p)
+	w.s.Suspend()
+	w.s = New(w.o)
+	if err := w.s.Resume(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	again := caller
+	again.Again = true
+	v, err := w.s.Methods()["shell.run"](t.Context(), again, json.RawMessage(p))
+	if err != nil || *v.(*RunResult).ReturnCode != 3 || w.f.starts != 1 {
+		t.Fatal(v, err, w.f.starts)
+	}
+	if raw, _ := os.ReadFile(w.dir + "/count"); string(raw) != "once\n" {
+		t.Fatalf("%q", raw)
+	}
+}

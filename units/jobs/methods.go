@@ -123,7 +123,7 @@ func (s *Service) start(ctx context.Context, c Caller, p startParams) (Status, e
 
 // begin starts a job and returns when it runs.
 func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startParams) (*job, error) {
-	if p.ID != "" {
+	if c.Again && p.ID != "" { // else only memory can have it, and that is looked at below
 		if j, err := s.find(ctx, p.ID); err == nil {
 			return j, j.startError(ctx)
 		}

@@ -499,7 +499,7 @@ func (l *link) call(msg *wire.FromKernel) {
 	l.calls[msg.ID] = cancel
 	l.mu.Unlock()
 	id := msg.ID
-	c := Call{Method: msg.Method, Params: msg.Params, ClientID: msg.Context.ClientID, ConnectionID: msg.Context.ConnectionID, ExecID: msg.Context.ExecID}
+	c := Call{Method: msg.Method, Params: msg.Params, ClientID: msg.Context.ClientID, ConnectionID: msg.Context.ConnectionID, ExecID: msg.Context.ExecID, Again: msg.Again}
 	l.wg.Add(1)
 	go func() {
 		defer l.wg.Done()

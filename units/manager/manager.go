@@ -68,6 +68,7 @@ type Call struct {
 	ClientID     string
 	ConnectionID string
 	ExecID       string
+	Again        bool // an earlier manager may have carried it out
 }
 
 // Limits bound what the session keeps. Zero fields mean the defaults.

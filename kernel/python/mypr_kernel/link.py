@@ -607,8 +607,9 @@ class Link:
                 }
                 self._answered(ident, call, {"error": error})
             else:
+                again = b'{"again":true,' + call.line[1:] if call.sent else call.line
                 call.sent = True
-                self._queue.append(call.line)
+                self._queue.append(again)
 
     def _answered(self, ident: int, call: Call, message: dict[str, Any]) -> None:
         if call.gate is None:

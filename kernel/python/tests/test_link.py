@@ -247,6 +247,7 @@ def test_calls_across_a_manager_restart(kernel: Kernel) -> None:
     kernel.connect()
     assert "may have been carried out" in kernel.wait_state(risky)["error"]
     again = call_of(kernel, idempotent)
+    assert again.pop("again") is True
     assert again == first
     kernel.send({"type": "call_result", "id": again["id"], "result": "content"})
     kernel.wait_state(idempotent)
