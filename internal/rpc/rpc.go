@@ -47,7 +47,8 @@ const MaxFrame = 32 << 20
 const maxFDs = 64
 
 // maxRequests bounds the requests of one peer that have no answer yet, be it that they
-// are worked on or that the peer does not read: each of them holds memory.
+// are worked on or that the peer does not read: each of them holds memory. The next frame
+// is not read before there is room.
 const maxRequests = 4096
 
 // ErrClosed is wrapped by the error of a Call whose connection ended before the
@@ -208,12 +209,12 @@ type Conn struct {
 	wg           sync.WaitGroup
 
 	writing chan struct{} // holds a token while somebody writes a frame
+	serving chan struct{} // holds a token for each request whose answer has not been written
 
 	mu       sync.Mutex // guards the fields below
 	nextID   uint64
 	pending  map[uint64]chan answer
 	running  map[uint64]context.CancelFunc
-	serving  int // requests whose answer has not been written
 	closeErr error
 }
 
@@ -232,6 +233,7 @@ func newConn(sock *net.UnixConn, peer Peer) *Conn {
 		sock: sock, ctx: ctx, cancel: cancel, peer: peer,
 		done:    make(chan struct{}),
 		writing: make(chan struct{}, 1),
+		serving: make(chan struct{}, maxRequests),
 		pending: map[uint64]chan answer{},
 		running: map[uint64]context.CancelFunc{},
 	}
@@ -550,21 +552,21 @@ func (c *Conn) dispatch(f frame, files []*os.File) error {
 		ctx, cancel := context.WithCancel(c.ctx)
 		c.mu.Lock()
 		_, twice := c.running[f.ID]
-		full := c.serving >= maxRequests
-		if !twice && !full {
+		if !twice {
 			c.running[f.ID] = cancel // before the next frame is read, so that no cancel can miss it
-			c.serving++
 		}
 		c.mu.Unlock()
-		if full {
-			cancel()
-			closeAll(files)
-			return fmt.Errorf("more than %d requests of the peer have no answer yet", maxRequests)
-		}
 		if twice {
 			cancel()
 			closeAll(files)
 			return fmt.Errorf("malformed frame: request id %d is in use", f.ID)
+		}
+		select {
+		case c.serving <- struct{}{}:
+		case <-c.ctx.Done():
+			cancel()
+			closeAll(files)
+			return context.Cause(c.ctx)
 		}
 		c.wg.Add(1)
 		go c.serve(ctx, cancel, f, files)
@@ -596,11 +598,7 @@ func closeAll(files []*os.File) {
 func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, files []*os.File) {
 	defer c.wg.Done()
 	defer cancel()
-	defer func() {
-		c.mu.Lock()
-		c.serving--
-		c.mu.Unlock()
-	}()
+	defer func() { <-c.serving }()
 	var value any
 	var err error
 	if c.handler == nil {
