@@ -1,7 +1,10 @@
 package e2e
 
 import (
+	"archive/zip"
+	"bytes"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"strings"
@@ -524,4 +527,56 @@ func TestRecordsOfWork(t *testing.T) {
 	if !strings.Contains(out, `"kind":"shell"`) || !strings.Contains(out, `"text":"line\n"`) {
 		t.Errorf("%s", out)
 	}
+}
+
+// Packages come from a file without a network, and without one an index that cannot be
+// reached is said, with what to do.
+func TestPackages(t *testing.T) {
+	s := newSession(t, "[python]\nplain = true\n[environment]\nUV_DEFAULT_INDEX = \"http://127.0.0.1:9/simple\"\nUV_HTTP_RETRIES = \"0\"\n")
+	s.write("tiny-1.0-py3-none-any.whl", wheel(t, "tiny", "1.0", "answer = 42\n"))
+	f := s.serve()
+	f.init("a")
+	got := f.must(`ws.local["install"] = await ws.packages.add("./tiny-1.0-py3-none-any.whl")
+kind = ws.local["install"].status()["kind"]
+r = await ws.local["install"]
+import tiny
+kind, r, tiny.answer, [l for l in open(ws.root / "requirements.txt") if "tiny" in l][0].startswith("tiny @ file://")`)
+	if got != "('package', {'returncode': 0}, 42, True)" {
+		t.Error(got)
+	}
+	got = f.must(`job = await ws.packages.add("no-such-package-of-anybody")
+try: await job
+except ws.RPCError as e: print(e.code, e.message, e.hint)`)
+	if !strings.Contains(got, "package_failed") || !strings.Contains(got, "the package index cannot be reached") || !strings.Contains(got, "UV_FIND_LINKS") {
+		t.Error(got)
+	}
+	if got := f.must(`tiny.answer, (await ws.history.get(job.id))["kind"]`); got != "(42, 'package')" {
+		t.Error(got)
+	}
+}
+
+// wheel is the least that pip calls a package.
+func wheel(t *testing.T, name, version, code string) string {
+	t.Helper()
+	var b bytes.Buffer
+	z := zip.NewWriter(&b)
+	info := name + "-" + version + ".dist-info/"
+	for _, f := range [][2]string{
+		{name + ".py", code},
+		{info + "METADATA", "Metadata-Version: 2.1\nName: " + name + "\nVersion: " + version + "\n"},
+		{info + "WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"},
+		{info + "RECORD", name + ".py,,\n" + info + "METADATA,,\n" + info + "WHEEL,,\n" + info + "RECORD,,\n"},
+	} {
+		w, err := z.Create(f[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.WriteString(w, f[1]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := z.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return b.String()
 }
