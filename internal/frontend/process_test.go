@@ -249,37 +249,32 @@ func TestEndsWhenAllHangs(t *testing.T) {
 }
 
 // Every front end pays for the initialisation of what it imports, before it can
-// answer; a bare Go program takes about 1.2 ms in all.
-func TestInitialisationTime(t *testing.T) {
+// answer; a bare Go program takes about 1.2 ms in all. What counts here is allocations,
+// which do not depend on what else the machine does: package server of mcp-go alone
+// makes 21,000 in 2.7 ms, all that is imported now makes 700 in 0.8 ms.
+func TestInitialisationCost(t *testing.T) {
 	program := filepath.Join(t.TempDir(), "inittree")
 	build := exec.Command("go", "build", "-trimpath", "-o", program, "./testdata/inittree")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	clock := regexp.MustCompile(`(?m)^init (\S+) @\S+ ms, (\S+) ms clock`)
-	best, report := 1e9, ""
-	for range 10 {
-		cmd := exec.Command(program)
-		cmd.Env = []string{"GODEBUG=inittrace=1"}
-		out, err := cmd.CombinedOutput()
+	cmd := exec.Command(program)
+	cmd.Env = []string{"GODEBUG=inittrace=1"}
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	sum := 0
+	for _, m := range regexp.MustCompile(`(?m)^init .*, (\d+) allocs$`).FindAllStringSubmatch(string(out), -1) {
+		n, err := strconv.Atoi(m[1])
 		if err != nil {
-			t.Fatalf("%v: %s", err, out)
+			t.Fatal(err)
 		}
-		sum := 0.0
-		for _, m := range clock.FindAllStringSubmatch(string(out), -1) {
-			ms, err := strconv.ParseFloat(m[2], 64)
-			if err != nil {
-				t.Fatal(err)
-			}
-			sum += ms
-		}
-		if sum < best {
-			best, report = sum, string(out)
-		}
+		sum += n
 	}
-	if report == "" || best >= 1 {
-		t.Errorf("initialisation takes %.2f ms:\n%s", best, report)
+	if sum == 0 || sum > 2000 {
+		t.Errorf("initialisation makes %d allocations:\n%s", sum, out)
 	}
-	t.Logf("initialisation takes %.2f ms", best)
+	t.Logf("%d allocations", sum)
 }
