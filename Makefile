@@ -14,7 +14,7 @@ CODE ?= import sys, os; print("Python", sys.version.split()[0], "in", os.getcwd(
 DIR  ?= $(CURDIR)
 
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
-FUZZTIME    ?= 3s
+FUZZTIME    ?= 1s
 GO_PACKAGES := ./...
 
 .PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-faults faults
@@ -28,7 +28,7 @@ build: ## build bin/mypr-mcp
 
 # The session outlives make and keeps its environment: not with what is exported above.
 run: build ## run a cell in the session of DIR (default: here): make run CODE='1+1'
-	env -u GOFLAGS -u CGO_ENABLED $(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
+	env -u GOFLAGS -u CGO_ENABLED -u MAKEFLAGS -u MFLAGS -u MAKELEVEL $(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
 
 test: build setup ## install what the tests need and run all of them
 	@$(MAKE) --no-print-directory lint test-go test-fuzz test-python test-e2e test-systemd test-faults

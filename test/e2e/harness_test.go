@@ -39,6 +39,10 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(dir)
 		cache = filepath.Join(dir, "cache")
+		// A make in a cell is nobody's sub-make, even when make runs these tests.
+		for _, name := range []string{"MAKEFLAGS", "MFLAGS", "MAKELEVEL"} {
+			os.Unsetenv(name)
+		}
 		if bin = os.Getenv("MYPR_BIN"); bin == "" {
 			bin = filepath.Join(dir, "mypr-mcp")
 			build := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", bin, "mypr/cmd/mypr-mcp")
