@@ -458,9 +458,13 @@ func (m *Manager) supWake() {
 // unitChanged takes what the supervisor says of the kernel unit.
 func (m *Manager) unitChanged(u control.UnitStatus) {
 	m.mu.Lock()
+	current := m.kernel.gen
+	if current != "" && current != u.InvocationID && m.over[u.InvocationID] {
+		m.mu.Unlock()
+		return // late news of an earlier generation (adopt): it says nothing of the one that runs
+	}
 	m.unit = u
 	m.supWake()
-	current := m.kernel.gen
 	m.mu.Unlock()
 	if current != "" && (gone(u) || u.InvocationID != current) {
 		m.endKernel(current, u)
@@ -817,6 +821,30 @@ func (m *Manager) awaitKernel(ctx context.Context) (generation string, err error
 		case <-again:
 		case <-ctx.Done():
 			return "", context.Cause(ctx)
+		}
+	}
+}
+
+// freshKernel starts a kernel for a reset, which has stopped the one before, and waits for
+// it. The start of that one may be at its very end still (its kernel connects before the
+// supervisor's answer is dealt with), and another begins only after it.
+func (m *Manager) freshKernel() (generation string, err error) {
+	for {
+		m.mu.Lock()
+		k := &m.kernel
+		if !k.starting {
+			if k.gen == "" {
+				m.beginStart()
+			}
+			m.mu.Unlock()
+			return m.awaitKernel(m.ctx)
+		}
+		again := k.waitChange()
+		m.mu.Unlock()
+		select {
+		case <-again:
+		case <-m.ctx.Done():
+			return "", context.Cause(m.ctx)
 		}
 	}
 }

@@ -127,12 +127,7 @@ func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, e
 		err = m.cancelJobs("the session was reset " + reason)
 	}
 	if err == nil {
-		m.mu.Lock()
-		if !m.kernel.starting && m.kernel.gen == "" {
-			m.beginStart()
-		}
-		m.mu.Unlock()
-		generation, err = m.awaitKernel(m.ctx)
+		generation, err = m.freshKernel()
 	}
 	if origin != nil {
 		m.finishOrigin(origin, err, "Session reset. Generation "+generation+" begins with empty memory.\n", "reset failed")

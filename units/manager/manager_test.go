@@ -786,6 +786,12 @@ func TestResetWhileEventsLag(t *testing.T) {
 	if r := p.finish(busy.ExecID); r.State != api.Succeeded {
 		t.Errorf("got %+v: %s", r, errText(r))
 	}
+	// By the time of this end, the late news has been taken: it was not that of the new kernel.
+	w.sup.die(control.UnitStatus{ActiveState: control.Failed, SubState: "failed", Result: "signal", ExitKnown: true, ExitSignal: 11})
+	w.until("its end is known", func(s *api.Status) bool { return s.Generation == "" })
+	if r := p.run("print:x"); r.Notice == nil || !strings.Contains(r.Notice.Text, "signal 11") {
+		t.Errorf("notice %+v", r.Notice)
+	}
 }
 
 func TestResetFromACell(t *testing.T) {
