@@ -111,9 +111,7 @@ def test_states_begin_with_running_and_end_once(shared: Kernel) -> None:
 
 def test_starts_in_the_order_of_submission(shared: Kernel) -> None:
     shared.run("import asyncio\norder = []")
-    cells = [
-        shared.execute(f"order.append({i}); await asyncio.sleep(0.01)") for i in range(20)
-    ]
+    cells = [shared.execute(f"order.append({i}); await asyncio.sleep(0.01)") for i in range(20)]
     for exec_id in cells:
         assert shared.wait_state(exec_id)["state"] == "succeeded"
     assert shared.run("order").result == str(list(range(20)))
