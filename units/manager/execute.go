@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"sync"
 	"syscall"
 	"time"
 
@@ -592,15 +593,26 @@ func (m *Manager) interruptRun(ctx context.Context, r *run) (*api.InterruptResul
 		return res, nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, interruptAnswer)
+	var poking sync.WaitGroup
+	defer poking.Wait()
 	defer cancel()
 	if sup != nil {
 		// C code holds the interpreter lock, and the kernel's I/O thread cannot take the request.
 		// Some such code looks for signals itself (re does), and Python's handler of one lets
-		// that thread run, which then aims at the cell.
-		poke := time.AfterFunc(interruptAnswer/4, func() {
-			_ = sup.Kill(ctx, control.KillParams{Name: KernelUnit, Signal: int(syscall.SIGINT), Who: "main"})
+		// that thread run, which then aims at the cell. On a busy machine the moment may be too
+		// short for it, so there are several.
+		poking.Go(func() {
+			t := time.NewTicker(interruptAnswer / 5)
+			defer t.Stop()
+			for {
+				select {
+				case <-t.C:
+					_ = sup.Kill(ctx, control.KillParams{Name: KernelUnit, Signal: int(syscall.SIGINT), Who: "main"})
+				case <-ctx.Done():
+					return
+				}
+			}
 		})
-		defer poke.Stop()
 	}
 	if outcome, err := l.interrupt(ctx, r.id); err == nil {
 		res.Outcome = outcome
