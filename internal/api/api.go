@@ -287,7 +287,8 @@ type (
 		State   string `json:"state"`
 	}
 
-	// StatusParams: Detail asks for connections and units.
+	// StatusParams: Detail asks for connections and the cost of calls, and has the kernel
+	// asked whether it is there.
 	StatusParams struct {
 		Detail bool `json:"detail,omitempty"`
 	}
@@ -315,6 +316,7 @@ type (
 		ConnectionCount    int          `json:"connection_count"`
 		ClientCount        int          `json:"client_count"`
 		Connections        []Connection `json:"connections,omitempty"`
+		Calls              []CallCost   `json:"calls,omitempty"` // with Detail
 		Active             []string     `json:"active"` // running
 		Queued             []string     `json:"queued"`
 		Environment        Origin       `json:"environment"`
@@ -323,7 +325,7 @@ type (
 	}
 	// KernelStatus is what the manager knows of Python.
 	KernelStatus struct {
-		State        string   `json:"state"`            // none, preparing, starting, ready, blocked, down
+		State        string   `json:"state"`            // none, preparing, starting, ready, blocked, unresponsive, down
 		Detail       string   `json:"detail,omitempty"` // step of the preparation, or why it is down
 		Python       string   `json:"python,omitempty"`
 		Executable   string   `json:"executable,omitempty"`
@@ -332,6 +334,16 @@ type (
 		PlainReason  string   `json:"plain_reason,omitempty"`
 		Blocked      *Blocked `json:"blocked,omitempty"`
 		UnackedBytes int64    `json:"unacked_bytes,omitempty"`
+	}
+	// CallCost is what the calls of one method of the Python API cost this manager, from
+	// reading the request to having written the answer: all that it did, waited and ran for
+	// it, and nothing of Python's own time. The times are those of the last 512 calls.
+	CallCost struct {
+		Method string  `json:"method"`
+		Count  int64   `json:"count"` // since the manager started
+		P50MS  float64 `json:"p50_ms"`
+		P99MS  float64 `json:"p99_ms"`
+		MaxMS  float64 `json:"max_ms"`
 	}
 	// Connection is one attached connection.
 	Connection struct {

@@ -13,7 +13,7 @@ import (
 func (m *Manager) answerCall(ctx context.Context, c Call) (any, error) {
 	switch c.Method {
 	case "status":
-		return bind(c, func(p api.StatusParams) (any, error) { return m.status(p), nil })
+		return bind(c, func(p api.StatusParams) (any, error) { return m.status(ctx, p), nil })
 	case "history.list":
 		return bind(c, func(p api.HistoryParams) (any, error) { return m.history(ctx, p) })
 	case "history.get":

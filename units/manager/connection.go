@@ -106,7 +106,7 @@ func (c *connection) Handle(ctx context.Context, r *rpc.Request) (any, error) {
 	case api.MethodInterrupt:
 		return handle(ctx, r, c.interrupt)
 	case api.MethodStatus:
-		return handle(ctx, r, func(_ context.Context, p api.StatusParams) (*api.Status, error) { return m.status(p), nil })
+		return handle(ctx, r, func(ctx context.Context, p api.StatusParams) (*api.Status, error) { return m.status(ctx, p), nil })
 	case api.MethodLogs:
 		return handle(ctx, r, m.logs)
 	case api.MethodHistory:

@@ -515,6 +515,7 @@ type fakeKernel struct {
 	conns    int
 	results  []json.RawMessage // of calls
 	answered chan struct{}     // holds a token for each
+	silent   bool              // it does not answer pings
 }
 
 type event struct {
@@ -660,6 +661,10 @@ func (k *fakeKernel) read(conn net.Conn) {
 				outcome = "pending"
 			}
 			k.write(map[string]any{"type": "interrupted", "id": m.ID, "exec_id": m.ExecID, "outcome": outcome})
+		case "ping":
+			if !k.silent {
+				k.write(map[string]any{"type": "pong", "id": m.ID})
+			}
 		case "reserve":
 			k.write(map[string]any{"type": "reserved", "id": m.ID})
 		case "call_result":

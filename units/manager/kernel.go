@@ -952,6 +952,7 @@ func (m *Manager) resume() error {
 	at := now()
 	var updates []func(*store.Tx) error
 	ended := map[string]*store.Generation{}
+	var losses []loss
 	for i := range gens {
 		g := &gens[i]
 		if g.Ended == 0 && g != current {
@@ -964,9 +965,11 @@ func (m *Manager) resume() error {
 		}
 		if g.Ended != 0 {
 			ended[g.Generation] = g
-			m.losses = append(m.losses, loss{seq: g.Seq, generation: g.Generation, kind: g.Cause, text: g.Text, at: g.Ended})
+			losses = append(losses, loss{seq: g.Seq, generation: g.Generation, kind: g.Cause, text: g.Text, at: g.Ended})
 		}
 	}
+	m.mu.Lock()
+	m.losses = losses
 	for _, e := range live {
 		switch {
 		case isJob(e.Kind):
@@ -996,6 +999,7 @@ func (m *Manager) resume() error {
 			})
 		}
 	}
+	m.mu.Unlock()
 	updates = append(updates, func(t *store.Tx) error { return t.SetMeta("instance", m.opts.Instance) })
 	if err := s.Do(func(t *store.Tx) error {
 		for _, u := range updates {
@@ -1007,18 +1011,18 @@ func (m *Manager) resume() error {
 	}); err != nil {
 		return err
 	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	if current != nil {
 		m.kernel.gen, m.kernel.presumed, m.kernel.acked = current.Generation, true, current.Acked
 		m.kernel.phase, m.kernel.detail = phaseStarting, "this manager is new; the kernel connects again if it lives"
 	} else if len(m.live) > 0 {
-		m.mu.Lock()
 		m.wantKernelLocked()
-		m.mu.Unlock()
 	}
 	return nil
 }
 
-// takeUp makes a run of a record that goes on.
+// takeUp makes a run of a record that goes on. Called with mu held.
 func (m *Manager) takeUp(e *store.Entity) {
 	r := m.newRun(*e)
 	r.admitted = true

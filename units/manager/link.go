@@ -185,7 +185,7 @@ func (l *link) take(msg *wire.FromKernel) error {
 			m.kernel.mode, m.kernel.modeReason = msg.Mode, msg.Reason
 		}
 		m.mu.Unlock()
-	case wire.TypeInterrupted, wire.TypeReserved:
+	case wire.TypeInterrupted, wire.TypeReserved, wire.TypePong:
 		l.mu.Lock()
 		ch := l.interrupts[msg.ID]
 		delete(l.interrupts, msg.ID)
@@ -202,7 +202,6 @@ func (l *link) take(msg *wire.FromKernel) error {
 		if cancel != nil {
 			cancel()
 		}
-	case wire.TypePong:
 	default: // a newer kernel may say more
 		m.log.Warn("unknown message from the kernel", "type", msg.Type)
 	}
@@ -460,6 +459,13 @@ func (l *link) reserve(ctx context.Context, reason string) error {
 	return err
 }
 
+// ping returns when the kernel's I/O thread has answered, which it does while a cell
+// holds the loop.
+func (l *link) ping(ctx context.Context) error {
+	_, err := l.ask(ctx, func(id int64) any { return wire.Ping{Type: wire.TypePing, ID: id} })
+	return err
+}
+
 // ask sends a message that is answered by its id and returns the outcome.
 func (l *link) ask(ctx context.Context, message func(id int64) any) (string, error) {
 	ch := make(chan string, 1)
@@ -489,6 +495,7 @@ func (l *link) ask(ctx context.Context, message func(id int64) any) (string, err
 
 // call answers a request of the Python API.
 func (l *link) call(msg *wire.FromKernel) {
+	begun := time.Now()
 	ctx, cancel := context.WithCancel(l.m.ctx)
 	l.mu.Lock()
 	if l.closed {
@@ -518,5 +525,6 @@ func (l *link) call(msg *wire.FromKernel) {
 			r.Result = json.RawMessage("null")
 		}
 		l.send(r)
+		l.m.meter.add(c.Method, time.Since(begun))
 	}()
 }

@@ -127,11 +127,12 @@ type Manager struct {
 	started time.Time
 	wg      sync.WaitGroup // goroutines of the session
 	opened  chan struct{}  // closed when the store is open
-	openNow chan struct{}  // holds a token: try to open the store now
+	opening sync.Mutex     // held by who tries to open the store
 	// services answers calls of the Python API that are not the manager's; nil: none
 	services  func(ctx context.Context, c Call) (any, error)
 	jobs      Jobs          // nil: none
 	jobsKnown chan struct{} // closed when the jobs of before are known
+	meter     meter
 
 	kernelMu sync.Mutex // serialises changes of generation; taken before mu
 
@@ -172,7 +173,7 @@ type Manager struct {
 func Run(ctx context.Context, o Options) error {
 	m := &Manager{
 		opts: o, log: o.Logger, started: time.Now(),
-		opened: make(chan struct{}), openNow: make(chan struct{}, 1),
+		opened: make(chan struct{}),
 		conns: map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{}, over: map[string]bool{}, claims: map[string]chan struct{}{},
 		supChanged: make(chan struct{}), logChanged: make(chan struct{}), jobsKnown: make(chan struct{}),
 	}
@@ -211,7 +212,6 @@ func Run(ctx context.Context, o Options) error {
 		if !store.IsStorage(err) {
 			return err
 		}
-		m.openErr = err
 		m.wg.Add(1)
 		go m.keepOpening()
 	}
@@ -304,8 +304,30 @@ func setDefaults(l *Limits) {
 	}
 }
 
-// open opens the store and takes up what an earlier manager left.
+// open opens the store and takes up what an earlier manager left, unless that was done.
 func (m *Manager) open() error {
+	m.opening.Lock()
+	defer m.opening.Unlock()
+	select {
+	case <-m.opened:
+		return nil
+	default:
+	}
+	err := m.openStore()
+	m.mu.Lock()
+	again := m.openErr != nil
+	m.openErr = err
+	m.mu.Unlock()
+	if err == nil {
+		close(m.opened)
+		if again {
+			m.log.Info("the history database is open now")
+		}
+	}
+	return err
+}
+
+func (m *Manager) openStore() error {
 	if m.runsDir == nil {
 		d, err := journal.OpenDir(filepath.Join(m.opts.Workspace.Root, "runs"))
 		if err != nil {
@@ -320,17 +342,22 @@ func (m *Manager) open() error {
 		return err
 	}
 	if moved != "" {
+		m.mu.Lock()
 		m.lastError = fmt.Sprintf("the history database was damaged: it was moved to %s and a new one was begun; "+
 			"records, client ids, messages and request ids of before are no longer known", moved)
+		m.mu.Unlock()
 		m.log.Error("history database damaged", "moved", moved)
 	}
+	m.mu.Lock()
 	m.store = s
+	m.mu.Unlock()
 	if err := m.resume(); err != nil {
 		s.Close()
+		m.mu.Lock()
 		m.store = nil
+		m.mu.Unlock()
 		return err
 	}
-	close(m.opened)
 	if m.jobs != nil {
 		m.wg.Add(1)
 		go m.resumeJobs()
@@ -338,8 +365,8 @@ func (m *Manager) open() error {
 	return nil
 }
 
-// keepOpening tries again while the disk refuses: at growing intervals, and at once
-// when a request comes.
+// keepOpening tries again while the disk refuses, at growing intervals. Requests try for
+// themselves.
 func (m *Manager) keepOpening() {
 	defer m.wg.Done()
 	for delay := time.Second; ; delay = min(2*delay, 30*time.Second) {
@@ -348,35 +375,28 @@ func (m *Manager) keepOpening() {
 		case <-m.ctx.Done():
 			t.Stop()
 			return
-		case <-m.openNow:
+		case <-m.opened:
 			t.Stop()
+			return
 		case <-t.C:
 		}
-		err := m.open()
-		m.mu.Lock()
-		m.openErr = err
-		m.mu.Unlock()
-		if err == nil {
-			m.log.Info("the history database is open now")
+		if m.open() == nil {
 			return
 		}
 	}
 }
 
-// ready fails while there is no store.
+// ready fails while there is no store and none can be opened now.
 func (m *Manager) ready() error {
 	select {
 	case <-m.opened:
 		return nil
 	default:
 	}
-	select {
-	case m.openNow <- struct{}{}:
-	default:
+	if err := m.open(); err != nil {
+		return storageError(err, "the session's history cannot be opened")
 	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return storageError(m.openErr, "the session's history cannot be opened")
+	return nil
 }
 
 func storageError(err error, what string) *rpc.Error {

@@ -1,8 +1,11 @@
 package manager
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"os"
 	"strings"
 	"time"
@@ -19,8 +22,55 @@ const (
 	logText     = 4 << 10 // bytes of output that one log line shows
 )
 
-func (m *Manager) status(p api.StatusParams) *api.Status {
+// pingPatience is how long the kernel has to say that it is there. Its I/O thread does so
+// within a millisecond, but may have to wait for the interpreter lock and for the CPU.
+const pingPatience = time.Second
+
+// silence asks the kernel whether it is there and returns why it seems not to be: "" when
+// it answers, or when there is none to ask. stopped: it will not answer by itself.
+func (m *Manager) silence(ctx context.Context) (why string, stopped bool) {
+	m.mu.Lock()
+	l, pid, frozen := m.kernel.link, m.kernel.pid, m.unit.Frozen
+	m.mu.Unlock()
+	if l == nil {
+		return "", false
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, pingPatience, errSilent)
+	defer cancel()
+	if err := l.ping(ctx); err == nil || context.Cause(ctx) != errSilent {
+		return "", false // it has answered, its connection has ended, or nobody waits any more
+	}
+	why = fmt.Sprintf("it does not answer within %v", pingPatience)
+	switch state := processState(pid); {
+	case frozen:
+		return why + ": it is frozen (mypr-mcp thaw kernel)", true
+	case state == 'T' || state == 't':
+		return fmt.Sprintf("%s: its process is stopped by a signal or a debugger (kill -CONT %d)", why, pid), true
+	}
+	return why + ": its process is kept from running, or code in it holds the interpreter lock", false
+}
+
+var errSilent = errors.New("no answer")
+
+// processState is the letter of /proc/PID/stat, 0 when it cannot be read.
+func processState(pid int) byte {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0
+	}
+	// After the name, which may hold anything: "pid (name) S ...".
+	if i := bytes.LastIndexByte(stat, ')'); i >= 0 && i+2 < len(stat) {
+		return stat[i+2]
+	}
+	return 0
+}
+
+func (m *Manager) status(ctx context.Context, p api.StatusParams) *api.Status {
 	w := m.opts.Workspace
+	silent, stopped := "", false
+	if p.Detail {
+		silent, stopped = m.silence(ctx)
+	}
 	s := &api.Status{Version: m.opts.Version, ManagerVersion: m.opts.Version, ProtocolVersion: api.Protocol, Capabilities: capabilities,
 		PID: os.Getpid(), PIDNamespace: pidNamespace(), WorkspaceID: w.ID, Workspace: w.Dir, WorkspaceAvailable: true,
 		Instance: m.opts.Instance, StartedAt: m.started, Environment: m.opts.Origin, ConfigFiles: m.opts.ConfigFiles,
@@ -50,6 +100,12 @@ func (m *Manager) status(p api.StatusParams) *api.Status {
 	if s.Kernel.Blocked != nil {
 		s.Kernel.State = "blocked"
 	}
+	if silent != "" && k.phase == phaseReady {
+		s.Kernel.State, s.Kernel.Detail = "unresponsive", silent
+		if stopped && s.Healthy {
+			s.Healthy, s.HealthError = false, "the Python kernel does not run: "+silent
+		}
+	}
 	active, tasks := map[string][]string{}, map[string][]string{}
 	for _, r := range m.sortedLive() {
 		switch {
@@ -68,6 +124,7 @@ func (m *Manager) status(p api.StatusParams) *api.Status {
 	}
 	s.ConnectionCount, s.ClientCount = len(m.conns), len(m.clients)
 	if p.Detail {
+		s.Calls = m.meter.report()
 		for c := range m.conns {
 			x := api.Connection{ConnectionID: c.id, Kind: c.kind, Name: c.name, Version: c.version, ConnectedAt: c.since, LastActivity: c.activity,
 				Active: append([]string{}, active[c.id]...), TaskIDs: append([]string{}, tasks[c.id]...)}

@@ -1,0 +1,78 @@
+package manager
+
+import (
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"mypr/internal/api"
+)
+
+// A kernel that does not answer is not ready, whatever was true a moment ago.
+func TestSilentKernel(t *testing.T) {
+	w := newWorld(t)
+	p := w.client()
+	p.run("print:x")
+	ask := func(detail bool) api.Status {
+		t.Helper()
+		s, err := call[api.Status](p, api.MethodStatus, api.StatusParams{Detail: detail})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	if s := ask(true); s.Kernel.State != phaseReady || !s.Healthy {
+		t.Errorf("%+v", s.Kernel)
+	}
+	k := w.sup.current()
+	k.mu.Lock()
+	k.silent = true
+	k.mu.Unlock()
+	s := ask(true)
+	// Why is not known (the process of the fake is this one, and runs), so it is no fault.
+	if s.Kernel.State != "unresponsive" || !strings.Contains(s.Kernel.Detail, "does not answer within 1s") || !s.Healthy {
+		t.Errorf("%+v", s.Kernel)
+	}
+	if s := ask(false); s.Kernel.State != phaseReady { // nobody was asked
+		t.Errorf("%+v", s.Kernel)
+	}
+}
+
+func TestMeter(t *testing.T) {
+	var m meter
+	for i := range 1000 { // of which the last 512 count: 488..999 ms
+		m.add("fs.read", time.Duration(i)*time.Millisecond)
+	}
+	m.add("fs.stat", 1500*time.Microsecond)
+	m.add("a", math.MaxInt64)
+	got := m.report()
+	if len(got) != 3 || got[1] != (api.CallCost{Method: "fs.read", Count: 1000, P50MS: 744, P99MS: 994, MaxMS: 999}) ||
+		got[2] != (api.CallCost{Method: "fs.stat", Count: 1, P50MS: 1.5, P99MS: 1.5, MaxMS: 1.5}) || got[0].MaxMS <= 0 {
+		t.Errorf("%+v", got)
+	}
+	for i := range 2 * meterMethods {
+		m.add(strings.Repeat("x", i), 0)
+	}
+	if n := len(m.report()); n != meterMethods {
+		t.Errorf("%d methods", n)
+	}
+}
+
+// Calls of a cell are counted, refused ones too.
+func TestCallsAreMetered(t *testing.T) {
+	w := newWorld(t)
+	p := w.client()
+	p.run(`call:status|{}`)
+	p.run(`call:nosuch|{}`)
+	k := w.sup.current()
+	<-k.answered
+	<-k.answered
+	s := w.until("both counted", func(s *api.Status) bool { return len(s.Calls) == 2 }) // a moment after the answer
+	if s.Calls[0].Method != "nosuch" || s.Calls[1].Method != "status" || s.Calls[1].Count != 1 {
+		t.Errorf("%+v", s.Calls)
+	}
+	if d, err := call[api.Status](p, api.MethodStatus, api.StatusParams{}); err != nil || d.Calls != nil {
+		t.Errorf("not asked for: %+v %v", d.Calls, err)
+	}
+}
