@@ -74,6 +74,7 @@ type outer struct {
 	cmd    *exec.Cmd
 	pid    atomic.Int64 // of cmd
 	exited chan struct{}
+	pipe   *os.File // its standard output
 	out    *bufio.Reader
 }
 
@@ -162,7 +163,7 @@ func (o *outer) launch() {
 		_ = o.cmd.Wait()
 		close(o.exited)
 	}()
-	o.out = bufio.NewReader(r)
+	o.pipe, o.out = r, bufio.NewReader(r)
 	o.t.Cleanup(func() { r.Close() })
 	o.ready()
 	o.c = o.dial()
@@ -170,6 +171,7 @@ func (o *outer) launch() {
 
 func (o *outer) ready() {
 	o.t.Helper()
+	_ = o.pipe.SetReadDeadline(time.Now().Add(deadline))
 	l, err := o.out.ReadString('\n')
 	if err != nil || !strings.HasPrefix(l, "ready") {
 		o.t.Fatalf("the supervisor says %q, %v", l, err)
@@ -190,7 +192,7 @@ func TestAdoption(t *testing.T) {
 		svc.Service.Type, svc.WantedBy = spec.TypeNotify, []string{"default.target"}
 		o := startOuter(t, tier, true, svc)
 		before := o.untilState("n.service", "running")
-		job := shell("j.service", "echo $$; trap 'exit 7' USR1; while :; do sleep 0.01; done")
+		job := shell("j.service", "trap 'exit 7' USR1; "+fmt.Sprintf(waits, "echo $$"))
 		out, _ := o.startLines(job)
 		out.next()
 		info, err := o.c.Info(o.ctx)
@@ -325,12 +327,18 @@ func TestKilledWhileStopping(t *testing.T) {
 	tiers(t, func(t *testing.T, tier int) {
 		o := startOuter(t, tier, true)
 		u := shell("s.service", `trap "" TERM; echo $$; while :; do sleep 1000; done`)
-		u.Service.TimeoutStopSec = 300 * time.Millisecond
+		u.Service.TimeoutStopSec = time.Second
 		out, r := o.startLines(u)
 		pid, _ := strconv.Atoi(out.next())
-		_, err := o.c.Stop(o.ctx, control.JobParams{Name: u.Name, NoWait: true})
+		_, events, err := o.c.Subscribe(o.ctx, u.Name)
 		o.must(err)
-		o.untilState(u.Name, "stop-sigterm")
+		_, err = o.c.Stop(o.ctx, control.JobParams{Name: u.Name, NoWait: true})
+		o.must(err)
+		for ev := range events {
+			if ev.SubState == "stop-sigterm" {
+				break
+			}
+		}
 		o.kill()
 		o.launch()
 		st := o.wait(u.Name, r.Unit.InvocationID)

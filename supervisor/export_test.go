@@ -7,3 +7,6 @@ func SetSubscriberMax(n int) func() {
 	subscriberMax = n
 	return func() { subscriberMax = old }
 }
+
+// Backoff is the delay before the next automatic start after n others.
+var Backoff = backoff

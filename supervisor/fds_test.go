@@ -99,7 +99,7 @@ func TestMergedOutput(t *testing.T) {
 func TestPTY(t *testing.T) {
 	tiers(t, func(t *testing.T, tier int) {
 		e := start(t, tier)
-		u := shell("pty.service", `trap 'stty size; exit 0' WINCH; tty; stty size; ps -o tty= -p $$; read x; echo "read $x"; while :; do sleep 0.01; done`)
+		u := shell("pty.service", `trap 'stty size; exit 0' WINCH; tty; stty size; ps -o tty= -p $$; read x; `+fmt.Sprintf(waits, `echo "read $x"`))
 		u.Service.StandardInput, u.Service.TTYRows, u.Service.TTYColumns = spec.StdioPTY, 30, 90
 		r, f := e.startFiles(u, nil)
 		in := bufio.NewReader(f["pty"])

@@ -11,7 +11,10 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"mypr/supervisor/control"
+	"mypr/supervisor/process"
 	"mypr/supervisor/spec"
 )
 
@@ -82,6 +85,10 @@ func (e *env) output(u *spec.Unit, files map[string]*os.File) (string, control.U
 	return string(b), st
 }
 
+// waits is a script that waits for signals that it traps. A shell must wait in a builtin
+// of its own: dash loses what arrives while it starts a program (vfork).
+const waits = `sleep 1000 & %s; while :; do wait $!; done`
+
 // lines reads the lines that a started unit writes.
 type lines struct {
 	t testing.TB
@@ -117,6 +124,22 @@ func (l *lines) next() string {
 		l.t.Fatalf("reading a line: %v", err)
 	}
 	return strings.TrimSpace(s)
+}
+
+// drain reads the lines that are there without waiting, and counts them.
+func (l *lines) drain() (n int) {
+	l.t.Helper()
+	for {
+		size, err := unix.IoctlGetInt(process.FD(l.f), unix.TIOCINQ)
+		if err != nil {
+			l.t.Fatal(err)
+		}
+		if size+l.r.Buffered() == 0 {
+			return n
+		}
+		l.next()
+		n++
+	}
 }
 
 // gone reports whether a pid no longer names a live process.

@@ -59,9 +59,10 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// deadline of everything that a test waits for. MYPR_TEST_SLOW multiplies it, for
-// machines like User-Mode Linux.
-var deadline = 20 * time.Second * slow()
+// deadline of everything that a test waits for, and of the test itself: shorter than the
+// 90 s of a default stop or start timeout. MYPR_TEST_SLOW multiplies it, for machines
+// like User-Mode Linux.
+var deadline = 60 * time.Second * slow()
 
 func slow() time.Duration {
 	if n, err := strconv.Atoi(os.Getenv("MYPR_TEST_SLOW")); err == nil && n > 0 {

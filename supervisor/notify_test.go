@@ -126,7 +126,7 @@ func TestMainPID(t *testing.T) {
 func TestExtendTimeout(t *testing.T) {
 	e := start(t, 2)
 	u := role("x.service", "extend")
-	u.Service.Type, u.Service.TimeoutStartSec = spec.TypeNotify, 100*time.Millisecond
+	u.Service.Type, u.Service.TimeoutStartSec = spec.TypeNotify, 2*time.Second
 	if r := e.transient(u); r.Result != "done" {
 		t.Errorf("%+v", r)
 	}
@@ -135,30 +135,33 @@ func TestExtendTimeout(t *testing.T) {
 func TestWatchdog(t *testing.T) {
 	tiers(t, func(t *testing.T, tier int) {
 		e := start(t, tier)
+		const interval = 3 * time.Second // all of them at once, and time to act before it is over
 		dog := func(sv *spec.Service) {
-			sv.WatchdogSec, sv.TimeoutAbortSec, sv.WatchdogSignal = 400*time.Millisecond, 50*time.Millisecond, int(syscall.SIGTERM)
+			sv.WatchdogSec, sv.TimeoutAbortSec, sv.WatchdogSignal = interval, 50*time.Millisecond, int(syscall.SIGTERM)
 		}
-		s := e.stater("w.service", dog)
-		for began := time.Now(); time.Since(began) < time.Second; {
-			s.say("WATCHDOG=1")
-		}
-		st := e.wait(s.name, s.st.InvocationID)
-		if st.Result != "watchdog" || st.ActiveState != "failed" || st.ExitSignal != int(syscall.SIGTERM) {
-			t.Errorf("missed: %+v", st)
-		}
-
 		// Stopped: it is woken by SIGCONT and obeys the signal. Deaf: SIGKILL follows.
-		s = e.stater("stopped.service", dog)
-		e.must(syscall.Kill(s.st.MainPID, syscall.SIGSTOP))
-		if st = e.wait(s.name, s.st.InvocationID); st.Result != "watchdog" || st.ExitSignal != int(syscall.SIGTERM) {
-			t.Errorf("stopped: %+v", st)
-		}
-		s = e.stater("deaf.service", func(sv *spec.Service) {
+		stopped := e.stater("stopped.service", dog)
+		e.must(syscall.Kill(stopped.st.MainPID, syscall.SIGSTOP))
+		deaf := e.stater("deaf.service", func(sv *spec.Service) {
 			dog(sv)
 			sv.WatchdogSignal = int(syscall.SIGWINCH)
 			sv.TimeoutStopSec = 50 * time.Millisecond
 		})
-		if st = e.wait(s.name, s.st.InvocationID); st.Result != "watchdog" || st.ExitSignal != int(syscall.SIGKILL) {
+		s := e.stater("w.service", dog)
+		<-time.After(200 * time.Millisecond)
+		pinged := time.Now()
+		s.say("WATCHDOG=1")
+		st := e.wait(s.name, s.st.InvocationID)
+		if st.Result != "watchdog" || st.ActiveState != "failed" || st.ExitSignal != int(syscall.SIGTERM) {
+			t.Errorf("missed: %+v", st)
+		}
+		if lived := time.Since(pinged); lived < interval {
+			t.Errorf("it missed its watchdog %v after the ping", lived)
+		}
+		if st = e.wait(stopped.name, stopped.st.InvocationID); st.Result != "watchdog" || st.ExitSignal != int(syscall.SIGTERM) {
+			t.Errorf("stopped: %+v", st)
+		}
+		if st = e.wait(deaf.name, deaf.st.InvocationID); st.Result != "watchdog" || st.ExitSignal != int(syscall.SIGKILL) {
 			t.Errorf("deaf: %+v", st)
 		}
 
@@ -172,7 +175,8 @@ func TestWatchdog(t *testing.T) {
 		s = e.stater("usec.service", func(sv *spec.Service) {
 			sv.Restart, sv.RestartSec, sv.WatchdogSignal = spec.RestartOnWatchdog, time.Hour, int(syscall.SIGTERM)
 		})
-		s.say("WATCHDOG_USEC=50000")
+		_, err = s.in.WriteString("WATCHDOG_USEC=50000\n")
+		e.must(err)
 		if st = e.wait(s.name, s.st.InvocationID); st.SubState != "auto-restart" || st.Result != "watchdog" {
 			t.Errorf("WATCHDOG_USEC: %+v", st)
 		}
@@ -182,7 +186,7 @@ func TestWatchdog(t *testing.T) {
 // A frozen unit cannot ping: its watchdog rests.
 func TestFrozenWatchdog(t *testing.T) {
 	e := start(t, 2)
-	s := e.stater("w.service", func(sv *spec.Service) { sv.WatchdogSec = 100 * time.Millisecond })
+	s := e.stater("w.service", func(sv *spec.Service) { sv.WatchdogSec = 2 * time.Second })
 	e.must(e.c.Freeze(e.ctx, s.name))
 	r, err := e.c.Start(e.ctx, control.JobParams{Name: s.name}) // up already: no waiting
 	e.must(err)
@@ -193,7 +197,7 @@ func TestFrozenWatchdog(t *testing.T) {
 	select {
 	case ev := <-events:
 		t.Errorf("%+v", ev)
-	case <-time.After(400 * time.Millisecond):
+	case <-time.After(2500 * time.Millisecond):
 	}
 	e.must(e.c.Thaw(e.ctx, s.name))
 	if st := e.wait(s.name, r.Unit.InvocationID); st.Result != "watchdog" {
@@ -255,7 +259,7 @@ func TestQuickReady(t *testing.T) {
 			go func() {
 				u := role("quick-"+strconv.Itoa(i)+".service", "quick")
 				u.Service.Type = spec.TypeNotify
-				u.Service.TimeoutStartSec = 5 * time.Second
+				u.Service.TimeoutStartSec = deadline / 2
 				nice := 1
 				u.Service.Nice = &nice // through the exec helper
 				c, err := control.Dial(e.ctx, e.opt.ControlPath)

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"mypr/supervisor"
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
 )
@@ -112,9 +113,12 @@ func TestBackoffGrowsAndResets(t *testing.T) {
 	}
 	for i, want := range []time.Duration{10, 20, 40, 80, 80} {
 		want *= time.Millisecond
-		// From Since of activating, which is when the delay began; up to a tenth of jitter.
-		if d := delays[i]; d < want-time.Millisecond || d > want*11/10+5*time.Millisecond {
+		// From Since of activating, which is a moment after the delay began; up to a tenth of jitter.
+		if d := delays[i]; d > want*11/10 {
 			t.Errorf("delay %d is %v, want %v", i, d, want)
+		}
+		if d := supervisor.Backoff(u.Service, i); d < want-time.Microsecond || d > want*11/10 {
+			t.Errorf("back-off %d is %v, want %v", i, d, want)
 		}
 	}
 }

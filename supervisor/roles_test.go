@@ -72,26 +72,26 @@ var roles = map[string]func(args []string){
 				r, w, err := os.Pipe()
 				must(false, err)
 				must(notify.Store(rest, true, r))
-				must(false, notify.Barrier(10*time.Second))
+				must(false, notify.Barrier(deadline))
 				r.Close()
 				w.Close()
 			default:
 				must(notify.Send(strings.ReplaceAll(in.Text(), ";", "\n")))
 			}
-			must(false, notify.Barrier(10*time.Second))
+			must(false, notify.Barrier(deadline))
 			fmt.Println("sent")
 		}
 		hang()
 	},
 	"say": func(args []string) {
 		must(notify.Send(args[0]))
-		must(false, notify.Barrier(10*time.Second))
+		must(false, notify.Barrier(deadline))
 	},
-	// extend becomes ready after its start timeout, which it puts off.
+	// extend becomes ready after its start timeout of 2 s, which it puts off.
 	"extend": func([]string) {
-		for range 5 {
-			must(notify.Send("EXTEND_TIMEOUT_USEC=200000"))
-			<-time.After(50 * time.Millisecond)
+		for range 30 {
+			must(notify.Send("EXTEND_TIMEOUT_USEC=2000000"))
+			<-time.After(100 * time.Millisecond)
 		}
 		must(notify.Send("READY=1"))
 		hang()

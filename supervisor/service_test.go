@@ -1,6 +1,7 @@
 package supervisor_test
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -244,7 +245,7 @@ func TestSuccessExitStatus(t *testing.T) {
 func TestReload(t *testing.T) {
 	tiers(t, func(t *testing.T, tier int) {
 		e := start(t, tier)
-		u := shell("r.service", `trap 'echo got HUP' HUP; echo up; while :; do sleep 0.01; done`)
+		u := shell("r.service", `trap 'echo got HUP' HUP; `+fmt.Sprintf(waits, "echo up"))
 		u.Service.ExecReload = []spec.Command{cmd("/bin/kill", "-HUP", "${MAINPID}")}
 		out, _ := e.startLines(u)
 		out.next()
