@@ -86,10 +86,37 @@ func (c *cli) command() *cobra.Command {
 		c.superviseCommand(), c.managerCommand(), c.replaceCommand(),
 	)
 	root.AddCommand(c.freezeCommands()...)
+	strictHelpers(root)
 	for _, cmd := range root.Commands() {
 		asUsage(cmd)
 	}
 	return root
+}
+
+// strictHelpers makes mistakes of cobra's own commands mistakes, which it answers with
+// help and success.
+func strictHelpers(root *cobra.Command) {
+	root.InitDefaultCompletionCmd()
+	root.InitDefaultHelpCmd()
+	for _, cmd := range root.Commands() {
+		switch cmd.Name() {
+		case "completion":
+			cmd.Args = func(cmd *cobra.Command, args []string) error {
+				if len(args) > 0 {
+					return usagef("there is no completion for %q (mypr-mcp completion --help lists the shells)", args[0])
+				}
+				return nil
+			}
+			cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+		case "help":
+			cmd.Args = func(_ *cobra.Command, args []string) error {
+				if _, rest, err := root.Find(args); err != nil || len(rest) > 0 {
+					return usagef("there is no command %q (mypr-mcp help lists them)", strings.Join(args, " "))
+				}
+				return nil
+			}
+		}
+	}
 }
 
 // asUsage makes wrong numbers of arguments usage errors, which cobra does not tell apart.

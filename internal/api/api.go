@@ -317,7 +317,7 @@ type (
 		ClientCount        int          `json:"client_count"`
 		Connections        []Connection `json:"connections,omitempty"`
 		Calls              []CallCost   `json:"calls,omitempty"` // with Detail
-		Active             []string     `json:"active"` // running
+		Active             []string     `json:"active"`          // running
 		Queued             []string     `json:"queued"`
 		Environment        Origin       `json:"environment"`
 		ConfigFiles        []string     `json:"config_files,omitempty"`

@@ -370,7 +370,13 @@ func TestBadMessages(t *testing.T) {
 		{`[1,2`, "<nil>", -32700},
 		{`[]`, "<nil>", -32600},
 		{`7`, "<nil>", -32600},
-		{`{"jsonrpc":"2.0","id":3,"method":7}`, "<nil>", -32600},
+		{`"text"`, "<nil>", -32600},
+		{`true`, "<nil>", -32600},
+		{`null`, "<nil>", -32600},
+		{`{}`, "<nil>", -32600},
+		{`{"id":2}`, "2", -32600},
+		{`{"jsonrpc":"2.0","id":3,"method":7}`, "3", -32600},
+		{`{"jsonrpc":2,"id":3,"method":"ping"}`, "3", -32600},
 		{`{"jsonrpc":"1.0","id":4,"method":"ping"}`, "4", -32600},
 		{`{"jsonrpc":"2.0","id":5}`, "5", -32600},
 		{`{"jsonrpc":"2.0","id":null,"method":"ping"}`, "<nil>", -32600},
@@ -384,6 +390,8 @@ func TestBadMessages(t *testing.T) {
 		m := c.next()
 		if code, text := errorOf(m); code != test.code || fmt.Sprint(m["id"]) != test.id || m["jsonrpc"] != "2.0" {
 			t.Errorf("%q: %v %d %s", test.line, m["id"], code, text)
+		} else if strings.Contains(text, "Go ") || strings.Contains(text, "frontend") {
+			t.Errorf("%q: the error speaks of the inside: %s", test.line, text)
 		}
 	}
 	c.send("") // nothing

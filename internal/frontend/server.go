@@ -230,22 +230,30 @@ func (s *server) handle(line []byte) {
 	}
 }
 
+const notRequest = `not a JSON-RPC message: it must be an object with "jsonrpc" as "2.0" and "method" as a string`
+
 // message takes one JSON-RPC message.
 func (s *server) message(raw []byte, to sink) {
 	var m message
 	if err := json.Unmarshal(raw, &m); err != nil {
-		code, what := mcp.PARSE_ERROR, "the message is not JSON"
-		if json.Valid(raw) {
-			code, what = mcp.INVALID_REQUEST, "not a JSON-RPC message"
+		if !json.Valid(raw) {
+			to.answer(answer(nil, nil, failf(mcp.PARSE_ERROR, "the message is not JSON: %v", err)))
+			return
 		}
-		to.answer(answer(nil, nil, failf(code, "%s: %v", what, err)))
+		// Not an object, or one with a field of the wrong type. The decoder's error names
+		// types of ours, which say nothing to whoever reads it.
+		var only struct {
+			ID json.RawMessage `json:"id"`
+		}
+		_ = json.Unmarshal(raw, &only)
+		to.answer(answer(validID(only.ID), nil, failf(mcp.INVALID_REQUEST, notRequest)))
 		return
 	}
 	switch {
 	case m.Method == nil && (m.Result != nil || m.Error != nil):
 		to.none() // an answer, though nothing was asked
 	case m.Method == nil || m.Version != mcp.JSONRPC_VERSION:
-		to.answer(answer(validID(m.ID), nil, failf(mcp.INVALID_REQUEST, `not a JSON-RPC message: "jsonrpc" must be "2.0" and "method" a string`)))
+		to.answer(answer(validID(m.ID), nil, failf(mcp.INVALID_REQUEST, notRequest)))
 	case m.ID == nil:
 		s.notification(*m.Method, m.Params)
 		to.none()

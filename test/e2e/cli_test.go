@@ -190,12 +190,13 @@ func TestUsageErrors(t *testing.T) {
 	for _, args := range [][]string{
 		{"nonsense"}, {"--nonsense"}, {"exec", "1", "2"}, {"exec", "1", "-f", "x"}, {"logs", "--limit", "0"}, {"logs", "--limit", "201"},
 		{"logs", "--limit", "x"}, {"interrupt", "a", "b"}, {"status", "x"}, {"units", "start"}, {"units", "nonsense"}, {"exec", "--timeout", "soon"},
+		{"completion", "nosuch"}, {"completion", "bash", "x"}, {"help", "nosuch"}, {"help", "units", "nosuch"}, {"systemd", "nosuch"},
 	} {
 		if out, code := s.cli(args...); code != 2 || !strings.HasPrefix(out, "mypr-mcp: ") {
 			t.Errorf("%q: exit %d\n%s", args, code, out)
 		}
 	}
-	for _, args := range [][]string{{}, {"help"}, {"version"}, {"version", "--json"}, {"completion", "bash"}, {"exec", "--help"}} {
+	for _, args := range [][]string{{}, {"help"}, {"version"}, {"version", "--json"}, {"completion"}, {"completion", "bash"}, {"help", "units", "start"}, {"exec", "--help"}} {
 		if out, code := s.cli(args...); code != 0 || out == "" {
 			t.Errorf("%q: exit %d\n%s", args, code, out)
 		}

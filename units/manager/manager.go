@@ -174,7 +174,7 @@ func Run(ctx context.Context, o Options) error {
 	m := &Manager{
 		opts: o, log: o.Logger, started: time.Now(),
 		opened: make(chan struct{}),
-		conns: map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{}, over: map[string]bool{}, claims: map[string]chan struct{}{},
+		conns:  map[*connection]struct{}{}, clients: map[string]*client{}, runs: map[string]*run{}, live: map[string]*run{}, over: map[string]bool{}, claims: map[string]chan struct{}{},
 		supChanged: make(chan struct{}), logChanged: make(chan struct{}), jobsKnown: make(chan struct{}),
 	}
 	if m.log == nil {
