@@ -375,8 +375,9 @@ type (
 	}
 	// LogsPage is ascending.
 	LogsPage struct {
-		Events []LogEvent `json:"events"`
-		Cursor int64      `json:"cursor"`
+		Events  []LogEvent `json:"events"`
+		Cursor  int64      `json:"cursor"`
+		Dropped bool       `json:"dropped,omitempty"` // lines after the cursor of the request are no longer kept
 	}
 	// LogEvent is one line of the log.
 	LogEvent struct {
@@ -481,5 +482,7 @@ type StatusReport struct {
 	Socket           string               `json:"socket,omitempty"`
 	Status           *Status              `json:"runtime,omitempty"`
 	Supervisor       *control.Info        `json:"supervisor,omitempty"`
+	RunsIn           string               `json:"runs_in,omitempty"`      // where the supervisor is, seen from here: "here", a container, ...
+	PIDsForeign      bool                 `json:"pids_foreign,omitempty"` // every pid in this report is of another pid namespace
 	Units            []control.UnitStatus `json:"units,omitempty"`
 }

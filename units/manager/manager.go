@@ -71,6 +71,13 @@ type Call struct {
 	Again        bool // an earlier manager may have carried it out
 }
 
+// The lifecycle log is as long as what the session keeps of its past in memory asks for:
+// a cell has about ten lines in it, one that prints for long has many more.
+const (
+	logPerRecord = 256
+	minLog       = 1024
+)
+
 // Limits bound what the session keeps. Zero fields mean the defaults.
 type Limits struct {
 	OutputBytes      int64  // of one run; default 16 MiB
@@ -335,7 +342,7 @@ func (m *Manager) openStore() error {
 		}
 		m.runsDir = d
 	}
-	s, moved, err := store.Open(m.opts.Workspace.Root, store.Options{OnFailure: m.storageChanged, Write: func(id string, data []byte, offset int64) error {
+	s, moved, err := store.Open(m.opts.Workspace.Root, store.Options{KeepLog: max(minLog, logPerRecord*m.opts.Limits.CompletedRecords), OnFailure: m.storageChanged, Write: func(id string, data []byte, offset int64) error {
 		return m.runsDir.Append(id, data, offset)
 	}})
 	if err != nil {

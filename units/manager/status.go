@@ -176,7 +176,7 @@ func (m *Manager) logs(ctx context.Context, p api.LogsParams) (*api.LogsPage, er
 		m.logWaiters++
 		again := m.logChanged
 		m.mu.Unlock()
-		last, err := m.store.LastEvent() // before the events: with a filter the cursor still moves on
+		first, last, err := m.store.LogRange() // before the events: with a filter the cursor still moves on
 		if err != nil {
 			return nil, storageError(err, "the log could not be read")
 		}
@@ -185,7 +185,7 @@ func (m *Manager) logs(ctx context.Context, p api.LogsParams) (*api.LogsPage, er
 			return nil, storageError(err, "the log could not be read")
 		}
 		if len(events) > 0 || wait <= 0 || after < 0 {
-			page := &api.LogsPage{Events: events, Cursor: max(after, 0)}
+			page := &api.LogsPage{Events: events, Cursor: max(after, 0), Dropped: after >= 0 && first > after+1}
 			switch n := len(events); {
 			case n == limit && after >= 0:
 				page.Cursor = events[n-1].Seq

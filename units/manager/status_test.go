@@ -76,3 +76,51 @@ func TestCallsAreMetered(t *testing.T) {
 		t.Errorf("not asked for: %+v %v", d.Calls, err)
 	}
 }
+
+// The lifecycle log does not grow for ever; what it tells of stays.
+func TestLogIsBounded(t *testing.T) {
+	w := newWorld(t, func(w *world) { w.opts.Limits.CompletedRecords = 1 })
+	p := w.client("calm-otter")
+	first, err := call[api.ExecResult](p, api.MethodExecute, api.ExecuteParams{Code: "print:first", RequestID: ptr("r1")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	first = p.finish(first.ExecID)
+	old, err := call[api.LogsPage](p, api.MethodLogs, api.LogsParams{})
+	if err != nil || old.Dropped {
+		t.Fatal(old, err)
+	}
+	for range 400 { // four lines each
+		p.run("print:x")
+	}
+	page, err := call[api.LogsPage](p, api.MethodLogs, api.LogsParams{Cursor: &old.Cursor, Limit: 200})
+	if err != nil || !page.Dropped || len(page.Events) != 200 || page.Events[0].Seq <= old.Cursor+1 {
+		t.Fatalf("%v, dropped %v, %d lines", err, page.Dropped, len(page.Events))
+	}
+	n := 0
+	for start := page.Events[0].Seq - 1; ; {
+		page, err := call[api.LogsPage](p, api.MethodLogs, api.LogsParams{Cursor: &start, Limit: 200})
+		if err != nil || page.Dropped {
+			t.Fatal(page, err)
+		}
+		n += len(page.Events)
+		if start = page.Cursor; len(page.Events) < 200 {
+			break
+		}
+	}
+	if n < minLog || n >= minLog+512 {
+		t.Errorf("%d lines are kept", n)
+	}
+	w.halt()
+	w.start()
+	if p, err = w.reconnect("calm-otter"); err != nil {
+		t.Fatal(err)
+	}
+	again, err := call[api.ExecResult](p, api.MethodExecute, api.ExecuteParams{Code: "print:first", RequestID: ptr("r1")})
+	if err != nil || !again.Replayed || again.ExecID != first.ExecID || text(again) != text(first) {
+		t.Errorf("%+v %v", again, err)
+	}
+	if r := p.run("print:after"); r.Generation != first.Generation {
+		t.Errorf("another kernel: %+v", r)
+	}
+}

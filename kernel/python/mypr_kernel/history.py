@@ -57,7 +57,9 @@ class History:
 
         Without a cursor the most recent ones, with ``cursor=0`` from the beginning, with
         the cursor of an earlier page (and the same ``client_id``) what came since.
-        ``wait_ms``, up to 30,000, waits for a line when there is none.
+        ``wait_ms``, up to 30,000, waits for a line when there is none. Old lines go (the
+        newest 256 for each of the completed_records are kept, 32,768): ``dropped`` is True
+        when some after the cursor are gone.
         """
         params = _filter(client_id, limit, cursor)
         params["wait_ms"] = whole("wait_ms", wait_ms, 0, MAX_WAIT_MS)

@@ -99,7 +99,15 @@ func (t *Tx) Progress(id string, events, bytes int64) error {
 	return t.exec(`UPDATE entities SET journal_events = ?, journal_bytes = ? WHERE id = ?`, events, bytes, id)
 }
 
-// Log adds a line to the lifecycle log.
+// Lines of the lifecycle log go when it has more than Options.KeepLog: every trimEvery
+// lines, so that not each one pays for it, and at most trimMost at a time, so that the
+// transaction that happens to do it stays short where there are very many.
+const (
+	trimEvery = 256
+	trimMost  = 1024
+)
+
+// Log adds a line to the lifecycle log, and takes old ones away.
 func (t *Tx) Log(e *api.LogEvent) error {
 	var data driver.Value
 	if len(e.Data) > 0 {
@@ -109,8 +117,16 @@ func (t *Tx) Log(e *api.LogEvent) error {
 		}
 		data = string(raw)
 	}
-	return t.exec(`INSERT INTO events(time, event, kind, id, client, connection, exec, state, error, data) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+	r, err := t.run(`INSERT INTO events(time, event, kind, id, client, connection, exec, state, error, data) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
 		e.Time, e.Event, e.Kind, e.ID, e.ClientID, e.ConnectionID, e.ExecID, e.State, e.Error, data)
+	if err != nil || t.keepLog == 0 {
+		return err
+	}
+	seq, err := r.LastInsertId()
+	if err != nil || seq%trimEvery != 0 {
+		return err
+	}
+	return t.exec(`DELETE FROM events WHERE seq <= min(?, (SELECT min(seq) FROM events) + ?)`, seq-t.keepLog, int64(trimMost-1))
 }
 
 // Acked stores the last kernel event that is durable.
@@ -337,11 +353,12 @@ func (s *Store) Events(client string, after int64, limit int) ([]api.LogEvent, e
 	return list, rows.Err()
 }
 
-// LastEvent is the sequence number of the newest log line.
-func (s *Store) LastEvent() (int64, error) {
+// LogRange says which sequence numbers the log lines have that are still there, 0 and 0
+// when there are none.
+func (s *Store) LogRange() (first, last int64, err error) {
 	s.Flush()
-	var n int64
-	return n, s.ro.QueryRow(`SELECT coalesce(max(seq), 0) FROM events`).Scan(&n)
+	err = s.ro.QueryRow(`SELECT coalesce((SELECT min(seq) FROM events), 0), coalesce((SELECT max(seq) FROM events), 0)`).Scan(&first, &last)
+	return first, last, err
 }
 
 // Generations lists the newest ones, oldest first.

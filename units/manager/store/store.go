@@ -125,6 +125,9 @@ type Options struct {
 	// Write puts output into the journal of an execution, for changes that a process
 	// before this one made durable and did not carry out. Required if there may be any.
 	Write func(id string, data []byte, offset int64) error
+	// KeepLog is how many lines of the lifecycle log are kept, and up to a few hundred
+	// more; 0: all.
+	KeepLog int
 	// OnFailure, when not nil, is told of every change between failing (the error) and
 	// working (nil); it must not block.
 	OnFailure func(error)
@@ -182,7 +185,7 @@ func open(path string, o Options) (*Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Store{path: path, tx: &Tx{conn: conn}, write: o.Write, inserts: map[string]int{}, onFailure: o.OnFailure}
+	s := &Store{path: path, tx: &Tx{conn: conn, keepLog: int64(o.KeepLog)}, write: o.Write, inserts: map[string]int{}, onFailure: o.OnFailure}
 	s.idle.L = &s.mu
 	if err := s.prepare(); err != nil {
 		s.release()
@@ -655,9 +658,10 @@ func isDamage(err error) bool {
 
 // Tx is the writer connection inside a transaction. Its methods are called from Apply only.
 type Tx struct {
-	conn  driver.Conn
-	stmts map[string]driver.Stmt
-	seq   atomic.Int64 // of the last entity
+	conn    driver.Conn
+	stmts   map[string]driver.Stmt
+	seq     atomic.Int64 // of the last entity
+	keepLog int64
 }
 
 func (t *Tx) close() error {

@@ -565,3 +565,61 @@ func BenchmarkExecution(b *testing.B) {
 		}
 	}
 }
+
+// The lifecycle log is bounded, however long it had become, and nothing else goes with it.
+func TestKeepLog(t *testing.T) {
+	dir := t.TempDir()
+	s := openIn(t, dir)
+	log := func(n int) {
+		t.Helper()
+		if err := s.Do(func(tx *Tx) error {
+			for i := range n {
+				if err := tx.Log(&api.LogEvent{Time: float64(i), Event: "output", Kind: "execution", ClientID: []string{"a", "b"}[i%2]}); err != nil {
+					return err
+				}
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	check := func(first, last int64) {
+		t.Helper()
+		if f, l, err := s.LogRange(); err != nil || f != first || l != last {
+			t.Errorf("lines %d to %d are there, not %d to %d: %v", f, l, first, last, err)
+		}
+	}
+	check(0, 0)
+	insert(t, s, entity(1))
+	log(10000) // as a program of before has left it
+	check(1, 10000)
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s, _, err := Open(dir, Options{KeepLog: 500})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	log(239)
+	check(1, 10239)
+	log(1)
+	check(1025, 10240) // no more at once
+	log(256 * 20)
+	check(15360-500+1, 15360)
+	log(255)
+	check(15360-500+1, 15615)
+	if list, err := s.Events("a", 0, 10); err != nil || len(list) != 10 || list[0].Seq != 15361-500 && list[0].Seq != 15362-500 {
+		t.Errorf("%+v %v", list, err)
+	}
+	if e, err := s.Entity(entity(1).ID); err != nil || e == nil {
+		t.Errorf("the record: %v %v", e, err)
+	}
+	if known, err := s.Known("calm-otter", "1"); err != nil || !known {
+		t.Errorf("the request id: %v %v", known, err)
+	}
+}
