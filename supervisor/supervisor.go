@@ -56,6 +56,11 @@ type Options struct {
 	// StatusUnit is the unit whose status text is passed on to the service manager.
 	StatusUnit string
 
+	// StopWithin bounds the whole of a shutdown: how long the units' own deadlines may take
+	// together. For a process that will itself be killed after so long, as PID 1 of a
+	// container is. 0: as long as the units say.
+	StopWithin time.Duration
+
 	// CgroupParent is the directory below which CgroupName is made; "" is the
 	// process's own group.
 	CgroupParent string
@@ -131,6 +136,8 @@ type Supervisor struct {
 	takesOver bool // units of an earlier supervisor
 	ending    int  // shims that were killed and have not gone yet
 	shutting  bool
+	hurried   time.Duration // no state of a stop may last longer now; 0: as long as the units say
+	hurry     []*timer      // of StopWithin
 	done      bool
 	atEnd     []func()        // answers to shutdown requests
 	goodbyes  []chan struct{} // closed when they were sent
@@ -571,6 +578,40 @@ func (s *Supervisor) shutdown(reason string) {
 		}
 	}
 	s.shutting = true
+	if d := s.opt.StopWithin; d > 0 {
+		s.hurry = append(s.hurry, s.afterFunc(d/2, s.hurryUp), s.afterFunc(d*19/20, s.giveUp))
+	}
+}
+
+// hurryUp is half of StopWithin over: what was asked to end and has not is killed, and
+// what ends after it (the manager, which still takes down how the others ended) gets a
+// part of what is left.
+func (s *Supervisor) hurryUp() {
+	s.hurried = s.opt.StopWithin / 4
+	for _, u := range s.sorted() {
+		switch u.State {
+		case StopWatchdog, StopSigterm:
+			u.timedOut()
+		case Stop, StopPost, StopSigkill, FinalSigkill:
+			u.arm(s.hurried)
+		}
+	}
+}
+
+// giveUp is StopWithin over: everything is killed and nothing is waited for any more.
+func (s *Supervisor) giveUp() {
+	for _, u := range s.sorted() {
+		if !u.State.ended() || u.job != nil {
+			s.log.Error("a unit did not end in time and is left as it is", "unit", u.name, "state", u.State)
+		}
+		if u.box != nil {
+			u.box.kill()
+		}
+	}
+	s.done = true
+	for _, f := range s.atEnd {
+		f()
+	}
 }
 
 // ErrLeft is what Run returns after Leave.
@@ -617,6 +658,9 @@ func (s *Supervisor) checkShutdown() {
 // cleanup removes what the supervisor made. What processes are left (KillMode=process
 // or none, or what would not die) is reported and left alone.
 func (s *Supervisor) cleanup() {
+	for _, t := range s.hurry {
+		t.stop()
+	}
 	s.dismissAnchor()
 	s.closeUpstream()
 	for _, u := range s.units {

@@ -97,6 +97,9 @@ func (u *unit) tell(old State, reason string) {
 func (u *unit) arm(d time.Duration) {
 	u.timer.stop()
 	u.timer, u.Deadline = nil, 0
+	if h := u.s.hurried; h > 0 && u.State.Active() == control.Deactivating && (d <= 0 || d > h) {
+		d = h
+	}
 	if d <= 0 || d == spec.Infinity {
 		return
 	}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -102,14 +103,32 @@ var errStopTimeout = rpc.Errorf(rpc.CodeUnavailable, "the runtime did not end wi
 
 // stop ends the runtime and returns when the supervisor's process is gone.
 func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*stopReport, error) {
+	r := &stopReport{}
 	l, err := w.Discover(ctx)
+	if silent := silentSupervisor(l, err); silent != nil && force {
+		if err := killSilent(ctx, silent); err != nil {
+			return nil, err
+		}
+		r.Note = "the supervisor did not answer and was killed"
+		l, err = w.Discover(ctx)
+		if notRunning(err) { // nobody started it again; it was a container's first process, or its anchor is gone too
+			return &stopReport{Stopped: true, Note: r.Note}, nil
+		}
+	}
 	if notRunning(err) {
-		return &stopReport{Stopped: true, Note: "no runtime was running"}, nil
+		note := "no runtime was running"
+		owner, err := w.GiveUp(ctx)
+		if owner != "" {
+			note += "; the session of " + owner + " is given up, and the next one is started where it is needed"
+		}
+		return &stopReport{Stopped: true, Note: note}, err
 	}
 	if err != nil {
 		return nil, err
 	}
-	r := &stopReport{}
+	if l.Supervisor == nil && l.Silent != nil {
+		return nil, l.Silent
+	}
 	// The connection that asked stays open until the end: a caller who is gone has
 	// called the stop off.
 	cl := asker(l)
@@ -125,7 +144,7 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 	default:
 		// Forced: neither a manager that does not answer nor one that is in the middle
 		// of something may keep the rest alive.
-		r.Note = "the manager did not agree: " + rpc.AsError(err).Message
+		r.Note = strings.TrimPrefix(r.Note+"; the manager did not agree: "+rpc.AsError(err).Message, "; ")
 	}
 	if err := shutdown(ctx, l); err != nil {
 		if ctx.Err() != nil {
@@ -135,6 +154,52 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 	}
 	r.Stopped = true
 	return r, nil
+}
+
+// silentSupervisor is the supervisor that Discover found to hang, or nil.
+func silentSupervisor(l *workspace.Location, err error) *workspace.Silent {
+	var mute *workspace.Unreachable
+	switch {
+	case err == nil && l.Supervisor == nil:
+		return l.Silent
+	case errors.As(err, &mute):
+		return mute.Silent
+	}
+	return nil
+}
+
+// killSilent kills a supervisor that hangs and waits until the next one answers, which
+// its anchor, the manager or a service manager starts: that one takes over what runs and
+// can end it in order. Where nobody does, what ran has ended with it or is of no use.
+func killSilent(ctx context.Context, silent *workspace.Silent) error {
+	sv, err := control.Dial(ctx, silent.Control)
+	if err != nil {
+		return err
+	}
+	defer sv.Close()
+	hung, err := watchPeer(sv)
+	if err != nil {
+		return err
+	}
+	defer hung.Close()
+	if sv.Peer().PID == 1 { // of this pid namespace: the kernel does not deliver the signal
+		err = errors.New("it is the first process of this container")
+	} else {
+		err = hung.kill()
+	}
+	if err != nil {
+		return rpc.AsError(silent).WithHint("kill it from where it runs; it cannot be killed from here: %v", err)
+	}
+	if err := hung.wait(ctx); err != nil {
+		return err
+	}
+	if next, err := control.Dial(ctx, silent.Control); err == nil {
+		defer next.Close()
+		if _, err := next.Info(ctx); err != nil && !errors.Is(err, rpc.ErrClosed) {
+			return err
+		}
+	}
+	return nil
 }
 
 // asker is a connection to the manager of a runtime, which it never starts.
@@ -302,7 +367,7 @@ func (c *cli) swap(ctx context.Context, l *workspace.Location, exe string) (*api
 	// Its file may have been overwritten by this very program. As long as it runs it can
 	// be opened all the same, and while it is open it can be executed again.
 	old := l.Supervisor.Executable
-	if f, err := os.Open(fmt.Sprintf("/proc/%d/exe", l.Supervisor.PID)); err == nil && l.Supervisor.PIDNamespace == workspace.PIDNamespace() {
+	if f, err := os.Open(fmt.Sprintf("/proc/%d/exe", l.Supervisor.PID)); err == nil && l.Place().SamePIDs() {
 		defer f.Close()
 		old = fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), f.Fd())
 	}

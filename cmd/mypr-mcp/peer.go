@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"os"
 	"syscall"
 	"time"
@@ -53,6 +54,26 @@ func (w watched) Close() {
 	if w.f != nil {
 		w.f.Close()
 	}
+}
+
+// kill sends SIGKILL. A process of a pid namespace that is not below this one cannot be
+// signalled from here.
+func (w watched) kill() error {
+	if w.f == nil {
+		return os.ErrProcessDone
+	}
+	raw, err := w.f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cerr := raw.Control(func(fd uintptr) { err = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) })
+	switch err {
+	case unix.EINVAL:
+		return errors.New("it runs in a pid namespace that is not visible from here")
+	case unix.ESRCH:
+		err = nil // it has ended
+	}
+	return errors.Join(cerr, err)
 }
 
 // wait returns when the process has ended.

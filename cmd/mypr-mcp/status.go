@@ -58,7 +58,10 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		return r, nil
 	}
 	r.Socket, r.Supervisor = l.Socket, l.Supervisor
-	if l.Supervisor != nil {
+	switch {
+	case l.Supervisor != nil:
+		place := l.Place()
+		r.RunsIn, r.PIDsForeign = place.String(), !place.SamePIDs()
 		err := withControl(ctx, l, func(ctx context.Context, sv *control.Client) (err error) {
 			r.Units, err = sv.List(ctx, true)
 			return err
@@ -66,6 +69,8 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		if err != nil {
 			problem(fmt.Errorf("the supervisor does not list its units: %w", err))
 		}
+	case l.Silent != nil:
+		problem(l.Silent)
 	}
 	for _, u := range r.Units {
 		if u.Name == "manager.service" && u.ActiveState == control.Failed { // a connect would only wait
@@ -195,11 +200,24 @@ func statusText(out io.Writer, r *api.StatusReport, colour bool, now time.Time) 
 		if sv.TierReason != "" {
 			tier += ": " + sv.TierReason
 		}
-		line("supervisor", "pid %d, %s, up %s, %s", sv.PID, sv.Mode, ago(now.Sub(sv.Started)), tier)
+		pid := fmt.Sprintf("pid %d", sv.PID)
+		if r.PIDsForeign {
+			pid += " there"
+		}
+		line("supervisor", "%s, %s, up %s, %s", pid, sv.Mode, ago(now.Sub(sv.Started)), tier)
+		if r.RunsIn != "" {
+			line("runs", "%s", r.RunsIn)
+		}
+		if dir := sv.Labels[workspace.LabelWorkspace]; dir != "" && dir != r.Workspace {
+			line("", "where the workspace is %s", dir)
+		}
 	}
 	if len(r.Units) > 0 {
 		b.WriteByte('\n')
 		unitTable(&b, r.Units, r.Supervisor, p, now)
+		if r.PIDsForeign {
+			b.WriteString("The pids are those of the pid namespace that the runtime is in, not of this one.\n")
+		}
 	}
 	_, err := io.WriteString(out, b.String())
 	return err
@@ -243,6 +261,9 @@ func runtimeOf(ctx context.Context, w *workspace.Workspace) (*workspace.Location
 	l, err := w.Discover(ctx)
 	if err != nil {
 		return nil, err
+	}
+	if l.Supervisor == nil && l.Silent != nil {
+		return nil, l.Silent
 	}
 	if l.Supervisor == nil {
 		return nil, rpc.Errorf(rpc.CodeUnavailable, "the supervisor of %s does not answer", w.Dir).WithHint("mypr-mcp status")

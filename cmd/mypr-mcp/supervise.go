@@ -7,11 +7,13 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -31,10 +33,12 @@ func (c *cli) superviseCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "supervise", Short: "Run the supervisor in the foreground", Args: cobra.NoArgs, Hidden: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, stop := signal.NotifyContext(cmd.Context(), haltSignal)
+			defer stop()
 			starter := workspace.TakeStarter()
 			service := systemd.Current()
 			takeover := supervisor.TakesOver()
-			err := c.supervise(cmd.Context(), starter, service)
+			err := c.supervise(ctx, starter, service)
 			starter.Report(err) // counts only when ready was never reported
 			var known *rpc.Error
 			switch {
@@ -48,6 +52,15 @@ func (c *cli) superviseCommand() *cobra.Command {
 		},
 	}
 }
+
+// haltSignal is SIGRTMIN+3, with which container engines ask an init to end its system
+// (systemd(1), CONTAINER_INTERFACE).
+const haltSignal = syscall.Signal(34 + 3)
+
+// containerGrace is how long the whole end may take when this process is the first of
+// its pid namespace: engines kill the container 10 seconds after they asked, and people
+// wait for that.
+const containerGrace = 2700 * time.Millisecond
 
 // Exit statuses of supervise that contrib/systemd/mypr@.service knows.
 const (
@@ -79,6 +92,13 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 		return err
 	}
 	log := systemd.NewLogger(c.stderr, w.Dir)
+	// Open for good: as long as this process lives no other directory can be taken for
+	// this one, whatever becomes of it and of .mypr.
+	pin, err := w.Pin()
+	if err != nil {
+		return err
+	}
+	defer pin.Close()
 	if err := w.EnsureLayout(); err != nil {
 		return err
 	}
@@ -134,6 +154,14 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 	ctx, end := context.WithCancel(context.WithoutCancel(ctx))
 	defer end()
 	mode, cgroupParent := "standalone", ""
+	// The first process of a pid namespace takes everything with it when it ends, so there
+	// is nothing that an anchor could start it again for; the engine starts the container.
+	init := os.Getpid() == 1
+	var stopWithin time.Duration
+	if init {
+		mode, stopWithin = workspace.SourceContainer, containerGrace
+		origin.Source = workspace.SourceContainer
+	}
 	if service != nil {
 		mode = "systemd"
 		origin.Source = "systemd"
@@ -146,6 +174,8 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 			log.Error("there is no scope for the units; they end with the supervisor", "err", err)
 		}
 	}
+	labels := workspace.Here().Labels()
+	labels[workspace.LabelWorkspace], labels[workspace.LabelWorkspaceID], labels[workspace.LabelPinned] = w.Dir, w.ID, w.ID
 	var failed error // of the first start
 	sv, err := supervisor.New(supervisor.Options{
 		Load: loader.Load, Names: loader.Names,
@@ -153,8 +183,8 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 		CgroupName: "mypr-" + w.Hash[:12], ForceTier: tier,
 		Instance: workspace.NewInstance(), Version: version(), Mode: mode, Executable: exe,
 		CgroupParent: cgroupParent, ServiceManager: service != nil, StatusUnit: manager.ManagerUnit,
-		Labels: map[string]string{workspace.LabelWorkspace: w.Dir, workspace.LabelWorkspaceID: w.ID},
-		Logger: log, Keep: keep, Anchor: service == nil,
+		Labels: labels, StopWithin: stopWithin,
+		Logger: log, Keep: keep, Anchor: service == nil && !init,
 		Begin: func(t supervisor.Takeover) error {
 			if f := t.Kept[environmentFD]; f != nil {
 				keep[environmentFD] = f

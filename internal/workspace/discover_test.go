@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -190,7 +191,10 @@ func TestDiscoverUnreachable(t *testing.T) {
 		if !errors.As(err, &u) || u.Lock != lock || u.Share != w.RuntimeDir || u.Holder.PID != h.cmd.Process.Pid {
 			t.Fatalf("error %v", err)
 		}
-		wantText(t, err, lock, w.Control, "no such file", w.RuntimeDir+" visible here")
+		wantText(t, err, lock, w.Control, "no such file")
+		if hint := rpc.AsError(err).Hint; !strings.Contains(hint, "-v "+w.RuntimeDir+":"+w.RuntimeDir) {
+			t.Errorf("hint %q", hint)
+		}
 		h.kill()
 	}
 }

@@ -28,25 +28,21 @@ type Lock struct {
 // Holder is what the holder of a lock wrote into the file about itself. It is true
 // only while the lock is held, and the pid only in its own pid namespace.
 type Holder struct {
-	PID          int       `json:"pid"`
-	PIDNamespace string    `json:"pid_namespace"`
-	Host         string    `json:"host"`
-	Program      string    `json:"program"`
-	Since        time.Time `json:"since"`
+	PID int `json:"pid"`
+	Place
+	Program string    `json:"program"`
+	Since   time.Time `json:"since"`
 }
 
 func (h *Holder) String() string {
 	if h == nil || h.PID == 0 {
 		return "an unknown process"
 	}
-	where := ""
-	if h.PIDNamespace != pidNamespace() {
-		where = ", which is not visible from here: it runs in another container or pid namespace"
-		if host, _ := os.Hostname(); h.Host != host {
-			where += " (host name " + h.Host + ")"
-		}
+	since := h.Since.Format(time.DateTime)
+	if h.SamePIDs() {
+		return fmt.Sprintf("process %d (%s) since %s", h.PID, h.Program, since)
 	}
-	return fmt.Sprintf("process %d (%s) since %s%s", h.PID, h.Program, h.Since.Format(time.DateTime), where)
+	return fmt.Sprintf("%s since %s, which is not visible from here: it runs in %v, as process %d there", h.Program, since, h.Place, h.PID)
 }
 
 // Held is the error for a lock that another process kept until the caller's deadline.
@@ -158,8 +154,7 @@ func (l *Lock) Close() error {
 }
 
 func (l *Lock) describe() {
-	host, _ := os.Hostname()
-	line, err := json.Marshal(Holder{PID: os.Getpid(), PIDNamespace: pidNamespace(), Host: host, Program: programName(), Since: time.Now().Truncate(time.Second)})
+	line, err := json.Marshal(Holder{PID: os.Getpid(), Place: Here(), Program: programName(), Since: time.Now().Truncate(time.Second)})
 	if err != nil {
 		return
 	}
@@ -219,18 +214,6 @@ func stillAt(fd int, path string) bool {
 	var a, b unix.Stat_t
 	return unix.Fstat(fd, &a) == nil && unix.Lstat(path, &b) == nil && a.Dev == b.Dev && a.Ino == b.Ino
 }
-
-// pidNamespace is the inode number of this process's pid namespace, or "".
-func pidNamespace() string {
-	var st unix.Stat_t
-	if unix.Stat("/proc/self/ns/pid", &st) != nil {
-		return ""
-	}
-	return fmt.Sprint(st.Ino)
-}
-
-// PIDNamespace names this process's pid namespace: pids of another one mean nothing here.
-func PIDNamespace() string { return pidNamespace() }
 
 // StartupLock is held by whoever looks for, starts or replaces a runtime.
 func (w *Workspace) StartupLock(ctx context.Context) (*Lock, error) {

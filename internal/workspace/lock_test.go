@@ -223,8 +223,8 @@ func TestHolderText(t *testing.T) {
 	if s := none.String(); s != "an unknown process" {
 		t.Errorf("%q", s)
 	}
-	h := &Holder{PID: 7, Program: "mypr-mcp manager", PIDNamespace: "1", Host: "elsewhere"}
-	if s := h.String(); !strings.Contains(s, "another container or pid namespace (host name elsewhere)") {
+	h := &Holder{PID: 7, Program: "mypr-mcp manager", Place: Place{PIDNamespace: "1", Host: "elsewhere"}}
+	if s := h.String(); !strings.Contains(s, "another pid namespace (1), host name elsewhere, as process 7 there") {
 		t.Errorf("%q", s)
 	}
 }

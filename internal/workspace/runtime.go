@@ -34,20 +34,20 @@ type Runtime struct {
 	Environment api.Origin `json:"environment"` // who started it, and so whose environment it has
 }
 
-// Process is one process of the runtime. The pid means something only in its pid
-// namespace (inode number of /proc/PID/ns/pid).
+// Process is one process of the runtime. The pid means something only in its place's
+// pid namespace, the path of the executable only in its mount namespace.
 type Process struct {
-	PID          int       `json:"pid,omitempty"`
-	PIDNamespace string    `json:"pid_namespace,omitempty"`
-	Started      time.Time `json:"started,omitzero"`
-	Executable   string    `json:"executable,omitempty"`
-	Version      string    `json:"version,omitempty"`
+	PID int `json:"pid,omitempty"`
+	Place
+	Started    time.Time `json:"started,omitzero"`
+	Executable string    `json:"executable,omitempty"`
+	Version    string    `json:"version,omitempty"`
 }
 
 // Self describes the calling process, as started now.
 func Self(version string) Process {
 	exe, _ := os.Executable()
-	return Process{PID: os.Getpid(), PIDNamespace: pidNamespace(), Started: time.Now(), Executable: exe, Version: version}
+	return Process{PID: os.Getpid(), Place: Here(), Started: time.Now(), Executable: exe, Version: version}
 }
 
 // NewInstance is a fresh random instance id.
@@ -133,6 +133,30 @@ func (w *Workspace) RecordSupervisor(ctx context.Context, instance, version stri
 		}
 		r.Version, r.Paths, r.Supervisor = version, w.Paths, Self(version)
 	})
+}
+
+// SourceContainer is the Source of the environment of a runtime whose supervisor is the
+// first process of its pid namespace: the container's own.
+const SourceContainer = "container"
+
+// owner is the container whose runtime this workspace's is, as seen from outside of it.
+// Such a runtime is started with its container and by nobody else: another one here would
+// be of another system, with another Python, and be in the container's way.
+func (r *Runtime) owner() string {
+	if r == nil || r.Environment.Source != SourceContainer || r.Supervisor.SamePIDs() {
+		return ""
+	}
+	return r.Supervisor.Place.String()
+}
+
+// GiveUp makes the workspace nobody's: the next client that needs a runtime starts it
+// where it is. It tells whose it was, "" when it was no container's.
+func (w *Workspace) GiveUp(ctx context.Context) (string, error) {
+	owner := w.recorded().owner()
+	if owner == "" {
+		return "", nil
+	}
+	return owner, w.UpdateRuntime(ctx, func(r *Runtime) { r.Environment = api.Origin{} })
 }
 
 // recorded is the record if it is one of this directory, else nil.

@@ -48,6 +48,8 @@ func (w *Workspace) Ensure(ctx context.Context, opts StartOptions) (*Location, e
 	var none *NotRunning
 	var mute *Unreachable
 	switch {
+	case errors.As(err, &none) && none.Owner != "":
+		return nil, none
 	case errors.As(err, &none):
 		if l, err := w.activate(ctx); l != nil || err != nil {
 			return l, err
@@ -136,7 +138,7 @@ func (w *Workspace) Start(ctx context.Context, opts StartOptions) (*Location, er
 		l, err = w.Discover(ctx)
 	}
 	var none *NotRunning
-	if !errors.As(err, &none) {
+	if !errors.As(err, &none) || none.Owner != "" {
 		return l, err
 	}
 	if err := w.PrepareRuntimeDir(); err != nil {

@@ -62,6 +62,9 @@ func (p Paths) Stem() string { return strings.TrimSuffix(p.Socket, filepath.Ext(
 const (
 	LabelWorkspace   = "workspace"
 	LabelWorkspaceID = "workspace_id"
+	// LabelPinned is the workspace id again, from a supervisor that keeps the directory
+	// open: as long as it lives no other directory can have that id (Pin).
+	LabelPinned = "pinned"
 )
 
 // FindDir chooses the workspace directory: the explicit argument, else the current
@@ -126,6 +129,21 @@ func Open(dir string) (*Workspace, error) {
 	dirs := runtimeDirs(os.Getenv("XDG_RUNTIME_DIR"))
 	w.Paths = pathsIn(dirs[0], w.Hash)
 	return w, nil
+}
+
+// Pin opens the directory, so that neither its inode number nor its file system's device
+// number can be given to another one while the returned file is open. It fails when the
+// path leads elsewhere by now.
+func (w *Workspace) Pin() (*os.File, error) {
+	f, err := os.OpenFile(w.Dir, unix.O_DIRECTORY|unix.O_PATH, 0)
+	if err != nil {
+		return nil, rpc.Errorf(codeOf(err), "cannot open the workspace %s: %v", w.Dir, cause(err))
+	}
+	if info, err := f.Stat(); err != nil || idOf(info) != w.ID {
+		f.Close()
+		return nil, w.Check()
+	}
+	return f, nil
 }
 
 func idOf(info fs.FileInfo) string {

@@ -738,11 +738,16 @@ func (m *Manager) endKernelLocked(generation string, u control.UnitStatus) {
 	if u.InvocationID != generation {
 		u = control.UnitStatus{}
 	}
+	_, shutdown, _ := m.shuttingDown()
 	at := now()
 	m.mu.Lock()
 	how := m.kernel.ending
-	if how == nil && m.stopping != nil {
+	switch {
+	case how != nil:
+	case m.stopping != nil:
 		how = &ending{kind: "stop", reason: m.stopReason}
+	case shutdown:
+		how = &ending{kind: "stop", reason: shutdownReason}
 	}
 	state, info := endInfo(generation, how, u)
 	var list []*staged

@@ -246,20 +246,47 @@ func (m *Manager) announce(except *connection, s api.Stopping) <-chan struct{} {
 	return told
 }
 
-// announceEnd tells connections why this manager ends, unless they were told.
+// shutdownReason is why a runtime ends whose supervisor was told to: by a signal, its
+// service manager or its container's engine.
+const shutdownReason = "its supervisor was told to end"
+
+// shuttingDown asks the supervisor whether it is about to end with everything. known is
+// false when it does not say; without one sup is nil.
+func (m *Manager) shuttingDown() (sup Supervisor, ends, known bool) {
+	m.mu.Lock()
+	sup = m.sup
+	m.mu.Unlock()
+	if sup == nil {
+		return nil, false, false
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
+	defer cancel()
+	info, err := sup.Info(ctx)
+	return sup, err == nil && info.ShuttingDown, err == nil
+}
+
+// announceEnd tells connections why this manager ends, unless they were told, and takes
+// down how the kernel ended that its supervisor stopped before it stops this manager.
 func (m *Manager) announceEnd() {
 	m.mu.Lock()
-	sup, told := m.sup, m.stopping != nil || m.restarting != nil
+	told, generation := m.stopping != nil || m.restarting != nil, m.kernel.gen
 	m.mu.Unlock()
 	if told {
 		return
 	}
+	sup, ends, known := m.shuttingDown()
+	if known && !ends {
+		return // this manager alone ends, and another comes
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
 	defer cancel()
-	if sup != nil {
-		if info, err := sup.Info(ctx); err == nil && !info.ShuttingDown {
-			return // this manager alone ends, and another comes
+	if ends {
+		if generation != "" {
+			if u, err := sup.Wait(ctx, control.WaitParams{Name: KernelUnit, InvocationID: generation}); err == nil {
+				m.endKernel(generation, u)
+			}
 		}
+		m.cancelWaiting(nil, "cancelled: the runtime was stopped ("+shutdownReason+")")
 	}
 	// Without a supervisor it is systemd that ends what is left.
 	select {
