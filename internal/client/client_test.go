@@ -57,7 +57,7 @@ func newClient(t *testing.T, r *clienttest.Runtime, edit ...func(*client.Options
 }
 
 func ctx(t *testing.T) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
 	t.Cleanup(cancel)
 	return ctx
 }

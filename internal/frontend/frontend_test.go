@@ -105,7 +105,7 @@ func converse(t *testing.T, r *clienttest.Runtime, edit ...func(*Options)) *conv
 			if err != nil {
 				t.Errorf("Run: %v", err)
 			}
-		case <-time.After(5 * time.Second):
+		case <-time.After(60 * time.Second):
 			t.Error("Run did not end")
 		}
 	})
@@ -133,7 +133,7 @@ func (c *conversation) next() map[string]any {
 			c.t.Fatalf("not JSON: %v: %.200q", err, line)
 		}
 		return m
-	case <-time.After(10 * time.Second):
+	case <-time.After(60 * time.Second):
 		c.t.Fatal("no message came")
 	}
 	return nil
@@ -803,7 +803,7 @@ func TestEndOfInput(t *testing.T) {
 	}
 	for range c.lines {
 	}
-	if spent := time.Since(begun); spent > time.Second {
+	if spent := time.Since(begun); spent > 20*time.Second { // not the 25 s that the call would wait
 		t.Errorf("the end took %s", spent)
 	}
 }
@@ -825,13 +825,16 @@ func TestClientDoesNotRead(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	begun := time.Now()
 	inW.Close()
-	if err := <-ended; err != nil {
-		t.Error(err)
-	}
-	if spent := time.Since(begun); spent > time.Second {
-		t.Errorf("the end took %s", spent)
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(60 * time.Second):
+		t.Error("it does not end")
+		outR.Close()
+		<-ended
 	}
 }
 
@@ -863,7 +866,7 @@ func TestClientNeverReads(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(60 * time.Second):
 		t.Error("it goes on")
 	}
 	inR.Close()

@@ -171,6 +171,9 @@ func TestCursorsThatDoNotFit(t *testing.T) {
 		other = "1"
 	}
 	for _, c := range []string{"", "x", good[:len(good)-1], strings.ToUpper(good), good + "0", other + good[1:], strings.Repeat("a", 100)} {
+		if c == good { // a random id of digits alone is the same in upper case
+			continue
+		}
 		refused("damaged "+c, "fs.search", c, query{}, "not a cursor")
 	}
 	refused("another method", "git.status", good, query{}, "ws.fs.search")

@@ -115,7 +115,9 @@ func fakeSupervise(args []string) error {
 	case "exit":
 		return errors.New("something broke")
 	case "hang":
-		select {}
+		for {
+			_ = unix.Pause() // not select {}: that is a deadlock, which the runtime ends
+		}
 	case "slow": // until the file that the test makes appears in the fifo
 		if _, err := os.ReadFile(os.Getenv("FAKE_FIFO")); err != nil {
 			return err
@@ -217,7 +219,7 @@ func childAs(t *testing.T, uid int, args ...string) (string, error) {
 
 func childOf(t *testing.T, attr *syscall.SysProcAttr, bin string, args ...string) (string, error) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, bin, args...)
 	cmd.SysProcAttr = attr
@@ -259,7 +261,7 @@ func open(t *testing.T, dir string) *Workspace {
 // stop ends the fake supervisor of w and waits until it is gone.
 func stop(t *testing.T, w *Workspace, l *Location) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	c, err := control.Dial(ctx, l.Control)
 	if err != nil {
@@ -275,7 +277,7 @@ func stop(t *testing.T, w *Workspace, l *Location) {
 		t.Fatal(err)
 	}
 	for {
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, 10_000)
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, 60_000)
 		if err == unix.EINTR {
 			continue
 		}

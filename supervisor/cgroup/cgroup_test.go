@@ -2,6 +2,7 @@ package cgroup
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -13,10 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// prefix of the groups of this run alone.
+var prefix = fmt.Sprintf("mypr-cgtest-%d-", os.Getpid())
+
 func TestMain(m *testing.M) {
 	code := m.Run()
 	if own, err := Own(); err == nil {
-		if left, _ := filepath.Glob(filepath.Join(own, "mypr-cgtest-*")); len(left) > 0 {
+		if left, _ := filepath.Glob(filepath.Join(own, prefix+"*")); len(left) > 0 {
 			println("groups left:", strings.Join(left, " "))
 			code = 1
 		}
@@ -65,7 +69,7 @@ func FuzzDirOf(f *testing.F) {
 
 func tree(t *testing.T) *Tree {
 	t.Helper()
-	tr, err := Find("", "mypr-cgtest-"+strings.ToLower(t.Name()))
+	tr, err := Find("", prefix+strings.ToLower(t.Name()))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -94,7 +98,7 @@ func await(t *testing.T, g *Group, ok func() (bool, error)) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	deadline := time.Now().Add(10 * time.Second)
+	deadline := time.Now().Add(60 * time.Second)
 	for {
 		done, err := ok()
 		if err != nil {

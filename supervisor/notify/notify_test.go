@@ -52,7 +52,7 @@ func TestMessages(t *testing.T) {
 		t.Error("no pidfd came along") // Linux 6.5
 	}
 	m.Close()
-	_ = r.SetReadDeadline(time.Now().Add(10 * time.Second))
+	_ = r.SetReadDeadline(time.Now().Add(60 * time.Second))
 	if n, _ := r.Read(make([]byte, 1)); n != 0 {
 		t.Error("the pipe is still open somewhere")
 	}
@@ -73,7 +73,7 @@ func TestMessages(t *testing.T) {
 func TestBarrier(t *testing.T) {
 	_, ch := serve(t)
 	done := make(chan error, 1)
-	go func() { done <- Barrier(10 * time.Second) }()
+	go func() { done <- Barrier(60 * time.Second) }()
 	m := <-ch
 	select {
 	case err := <-done:

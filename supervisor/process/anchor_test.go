@@ -44,7 +44,7 @@ func pipe(t *testing.T) (r, w *os.File) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { r.Close(); w.Close() })
-	if err := r.SetReadDeadline(time.Now().Add(20 * time.Second)); err != nil {
+	if err := r.SetReadDeadline(time.Now().Add(60 * time.Second)); err != nil {
 		t.Fatal(err)
 	}
 	return r, w

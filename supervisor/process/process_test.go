@@ -22,7 +22,7 @@ func TestMain(m *testing.M) {
 
 func waitEnd(t *testing.T, p *Process) {
 	t.Helper()
-	if ok, err := pollOne(p.PIDFD(), unix.POLLIN, 10e9); !ok || err != nil {
+	if ok, err := pollOne(p.PIDFD(), unix.POLLIN, 60e9); !ok || err != nil {
 		t.Fatalf("pid %d did not end: %v", p.PID, err)
 	}
 }

@@ -45,7 +45,7 @@ func newWorld(t *testing.T, change ...func(*Options)) *world {
 	before := openFDs(t)
 	w.s = New(w.o)
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
 		defer cancel()
 		if err := w.s.CancelAll(ctx, "the test is over"); err != nil {
 			t.Error(err)
@@ -82,7 +82,7 @@ var caller = Caller{ClientID: "calm-otter", ConnectionID: "c", ExecID: "e", Gene
 // call sends parameters as JSON, as Python does.
 func call[R any](w *world, method, params string) (R, error) {
 	w.t.Helper()
-	ctx, cancel := context.WithTimeout(w.t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(w.t.Context(), 2*time.Minute)
 	defer cancel()
 	var r R
 	v, err := w.s.Methods()[method](ctx, caller, json.RawMessage(params))
@@ -165,9 +165,9 @@ func TestStdinPipe(t *testing.T) {
 			t.Fatalf("%+v", wr)
 		}
 	}
-	rd := must[readResult](w, "shell.read", `{"id":"`+st.ID+`","wait_ms":10000}`)
+	rd := must[readResult](w, "shell.read", `{"id":"`+st.ID+`","wait_ms":30000}`)
 	for rd.Output != "ab" { // two writes, one or two reads
-		next := must[readResult](w, "shell.read", fmt.Sprintf(`{"id":%q,"wait_ms":10000,"cursor":%q}`, st.ID, rd.Cursor))
+		next := must[readResult](w, "shell.read", fmt.Sprintf(`{"id":%q,"wait_ms":30000,"cursor":%q}`, st.ID, rd.Cursor))
 		rd.Output, rd.Cursor = rd.Output+next.Output, next.Cursor
 	}
 	if wr := must[writeResult](w, "shell.write", `{"id":"`+st.ID+`","eof":true}`); !wr.Closed {
@@ -194,7 +194,7 @@ func TestPTY(t *testing.T) {
 		got := ""
 		cursor := "null"
 		for !strings.Contains(got, text) {
-			r := must[readResult](w, "shell.read", fmt.Sprintf(`{"id":%q,"wait_ms":10000,"cursor":%s}`, st.ID, cursor))
+			r := must[readResult](w, "shell.read", fmt.Sprintf(`{"id":%q,"wait_ms":30000,"cursor":%s}`, st.ID, cursor))
 			if r.Output == "" {
 				t.Fatalf("%q and then nothing, not %q: %+v", got, text, r)
 			}
@@ -227,7 +227,7 @@ func TestPTYInput(t *testing.T) {
 func TestCancelEscalates(t *testing.T) {
 	w := newWorld(t)
 	st := must[Status](w, "shell.start", params("trap '' TERM; echo up; while :; do sleep 1000 & wait; done", ""))
-	must[readResult](w, "shell.read", `{"id":"`+st.ID+`","wait_ms":10000}`)
+	must[readResult](w, "shell.read", `{"id":"`+st.ID+`","wait_ms":30000}`)
 	c := must[cancelResult](w, "shell.cancel", `{"id":"`+st.ID+`"}`)
 	if !c.Cancelled || c.State != "cancelled" {
 		t.Fatalf("%+v", c)
@@ -374,7 +374,7 @@ func TestResume(t *testing.T) {
 	tty := must[Status](w, "shell.start", params("read a; echo got $a", `"pty":true`))
 	ended := must[Status](w, "shell.start", params("read a; head -c 50000 /dev/zero | tr '\\0' x; exit 3", `"stdin":true`))
 	must[writeResult](w, "shell.write", `{"id":"`+run.ID+`","text":"1\n"}`)
-	must[readResult](w, "shell.read", `{"id":"`+run.ID+`","wait_ms":10000}`)
+	must[readResult](w, "shell.read", `{"id":"`+run.ID+`","wait_ms":30000}`)
 
 	w.s.Suspend()
 	if _, err := call[Status](w, "shell.start", params("true", "")); rpc.CodeOf(err) != rpc.CodeUnavailable {
@@ -415,7 +415,7 @@ func TestResume(t *testing.T) {
 func TestResumeOfCancellation(t *testing.T) {
 	w := newWorld(t)
 	st := must[Status](w, "shell.start", params("trap '' TERM; echo up; while :; do sleep 1000 & wait; done", ""))
-	must[readResult](w, "shell.read", `{"id":"`+st.ID+`","wait_ms":10000}`)
+	must[readResult](w, "shell.read", `{"id":"`+st.ID+`","wait_ms":30000}`)
 	ctx, cancel := context.WithCancel(t.Context())
 	w.s.mu.Lock()
 	j := w.s.jobs[st.ID]

@@ -25,7 +25,7 @@ import (
 	"mypr/supervisor/spec"
 )
 
-const deadline = 20 * time.Second
+const deadline = 60 * time.Second
 
 // world is a workspace with sockets, a supervisor and, while one runs, a manager. The
 // supervisor and the kernel are fakes that speak the real protocols' types.

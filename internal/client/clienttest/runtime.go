@@ -251,7 +251,7 @@ func (r *Runtime) Attached() []api.AttachParams {
 // Await waits until a request of this method arrives that no Await has seen.
 func (r *Runtime) Await(method string) {
 	r.t.Helper()
-	timeout := time.After(10 * time.Second)
+	timeout := time.After(60 * time.Second)
 	for {
 		select {
 		case m := <-r.arrived:

@@ -21,7 +21,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-const deadline = 20 * time.Second
+const deadline = 60 * time.Second
 
 func openIn(t testing.TB, dir string) *Store {
 	t.Helper()
