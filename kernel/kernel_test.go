@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -438,6 +439,57 @@ func TestExtractTogether(t *testing.T) {
 	if err := extract(dir); err != nil || !complete(dir) {
 		t.Errorf("not repaired: %v", err)
 	}
+}
+
+// Sources of other versions go when nothing has started from them for long and no kernel
+// runs from them.
+func TestOldSourcesAreRemoved(t *testing.T) {
+	base := t.TempDir()
+	old := time.Now().Add(-8 * 24 * time.Hour)
+	for _, name := range []string{"kernel-mine", "kernel-new", "kernel-old", "kernel-held", ".kernel-123", "other"} {
+		writeFile(t, filepath.Join(base, name, "mypr_kernel", "x.py"), "x")
+		if name != "kernel-new" {
+			if err := os.Chtimes(filepath.Join(base, name), old, old); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	writeFile(t, filepath.Join(base, "kernel-file"), "x")
+	if err := os.Chtimes(filepath.Join(base, "kernel-file"), old, old); err != nil {
+		t.Fatal(err)
+	}
+	held, err := os.Open(filepath.Join(base, "kernel-held"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Flock(int(held.Fd()), unix.LOCK_SH); err != nil {
+		t.Fatal(err)
+	}
+	removeOld(base, filepath.Join(base, "kernel-mine"))
+	if got := names(t, base); !slices.Equal(got, []string{"kernel-file", "kernel-held", "kernel-mine", "kernel-new", "other"}) {
+		t.Errorf("left: %q", got)
+	}
+	held.Close()
+	if err := os.Chtimes(filepath.Join(base, "kernel-new"), old, old); err != nil {
+		t.Fatal(err)
+	}
+	removeOld(base, filepath.Join(base, "kernel-new"))
+	// What was started from a moment ago stays.
+	if got := names(t, base); !slices.Equal(got, []string{"kernel-file", "kernel-mine", "kernel-new", "other"}) {
+		t.Errorf("left: %q", got)
+	}
+}
+
+func names(t *testing.T, dir string) (list []string) {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		list = append(list, e.Name())
+	}
+	return list
 }
 
 func TestCacheOfAnotherIsNotUsed(t *testing.T) {

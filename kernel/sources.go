@@ -10,8 +10,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Globs, not the directory: a directory pattern leaves out names that begin with an
@@ -89,6 +93,7 @@ func (p *preparation) sources(ctx context.Context, m *marker) (string, error) {
 			errs = append(errs, err)
 			continue
 		}
+		removeOld(base, dir)
 		if compiled := dir + " " + m.Version; m.Compiled != compiled {
 			p.compile(ctx, dir)
 			m.Compiled = compiled
@@ -99,6 +104,42 @@ func (p *preparation) sources(ctx context.Context, m *marker) (string, error) {
 		return dir, nil
 	}
 	return "", fmt.Errorf("cannot extract the kernel's Python sources: %w", errors.Join(errs...))
+}
+
+// unusedAfter is how old the last start from a directory of sources is when another
+// version removes it. It only spares the locks: each kernel holds one on its directory.
+const unusedAfter = 7 * 24 * time.Hour
+
+// removeOld removes from base the sources of other versions that no kernel runs from, and
+// what a killed program has left of its extraction. A failure leaves them to the next start.
+func removeOld(base, keep string) {
+	now := time.Now()
+	_ = os.Chtimes(keep, now, now)
+	entries, err := os.ReadDir(base)
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		dir := filepath.Join(base, e.Name())
+		if dir == keep || !strings.HasPrefix(strings.TrimPrefix(e.Name(), "."), "kernel-") || !e.IsDir() {
+			continue
+		}
+		if st, err := e.Info(); err != nil || now.Sub(st.ModTime()) < unusedAfter {
+			continue
+		}
+		f, err := os.Open(dir)
+		if err != nil {
+			continue
+		}
+		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
+			// Whoever is about to start from it after all finds it whole or not at all.
+			gone := filepath.Join(base, ".kernel-gone-"+e.Name())
+			if os.Rename(dir, gone) == nil {
+				_ = os.RemoveAll(gone)
+			}
+		}
+		f.Close()
+	}
 }
 
 // compile writes byte code beside the sources. Unchecked: the directory's name is the

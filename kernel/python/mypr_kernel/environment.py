@@ -78,3 +78,16 @@ def _within(path: str, library: str) -> bool:
 def _inherited(package: str) -> bool:
     # Found by PYTHONPATH (as in tests): children find it too, so it may stay, last.
     return package in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+
+def hold_sources() -> None:
+    """Lock the directory of the kernel's own sources for the life of the process, children
+    included: programs of other versions remove those that nobody has locked, and this one
+    still imports from it."""
+    import fcntl
+
+    try:
+        fd = os.open(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        pass  # a file system without locks: then there is nobody who removes it either

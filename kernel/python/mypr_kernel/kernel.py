@@ -281,6 +281,7 @@ class Kernel:
 
         self.loop = loop = loops.make(self.turn, self.log, self._inbox_fd, self.inbox, self.take_inbox)
         loop.call_later(IPYTHON_AFTER, self.load_ipython)
+        loop.call_later(IPYTHON_AFTER, environment.hold_sources)
         cell = current.get()
         if cell is not None and cell.state == RUNNING:
             done = loop.create_future()
