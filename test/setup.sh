@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the tests need, and only what is missing: a C compiler for the race
 # detector, Python environments with the newest and the oldest supported interpreter
-# of this machine, the MCP inspector, and the search tools.
+# of this machine, the MCP inspector, an editor, and the search tools.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -16,6 +16,7 @@ command -v python3 >/dev/null || apt_install python3 python3-venv
 command -v npm >/dev/null || apt_install nodejs npm
 command -v rg >/dev/null || apt_install ripgrep
 command -v git >/dev/null || apt_install git
+command -v vim >/dev/null || apt_install vim # a program that wants a terminal
 # A systemd to test under, and somebody whose systemd that is.
 [ -x /lib/systemd/systemd ] && command -v systemd-nspawn >/dev/null || apt_install systemd systemd-container libpam-systemd dbus-user-session
 [ "$(id -u)" != 0 ] || id mypr-test >/dev/null 2>&1 || useradd --no-create-home --shell /bin/sh mypr-test
