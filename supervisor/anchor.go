@@ -129,15 +129,7 @@ func (s *Supervisor) anchor() {
 		an.a = a
 	}
 	an.held, an.begun = map[string]map[*os.File]uint64{}, time.Now()
-	var nf *os.File
-	if s.notify != nil {
-		if f, err := s.notify.File(); err == nil {
-			defer f.Close()
-			nf = f
-		}
-	}
-	own, files := s.ownFDs(nf)
-	s.hold("", own, files)
+	s.holdOwn()
 	for _, u := range s.sorted() {
 		s.holdUnit(u)
 	}
@@ -165,6 +157,22 @@ func (s *Supervisor) ownFDs(notify *os.File) (records []fdRecord, files []*os.Fi
 		records, files = append(records, fdRecord{Kind: fdProgram, Name: name}), append(files, f)
 	}
 	return records, files
+}
+
+// holdOwn brings the keeper up to date with what belongs to no unit.
+func (s *Supervisor) holdOwn() {
+	var nf *os.File
+	switch {
+	case s.up != nil:
+		nf = s.up.notify
+	case s.notify != nil:
+		if f, err := s.notify.File(); err == nil {
+			defer f.Close()
+			nf = f
+		}
+	}
+	own, files := s.ownFDs(nf)
+	s.hold("", own, files)
 }
 
 // holdUnit brings the keeper up to date with one unit.

@@ -320,8 +320,7 @@ func (s *Supervisor) listenAgain(u *unit, i int, addr string) (*os.File, bool, e
 			}
 		}
 	}
-	c := u.def.Socket
-	f, err := sockets.Listen(addr, sockets.Config{Mode: c.SocketMode, DirMode: c.DirectoryMode, Backlog: c.Backlog})
+	f, err := sockets.Listen(addr, u.socketConfig())
 	var busy *sockets.InUseError
 	if errors.As(err, &busy) {
 		err = fmt.Errorf("%w; the socket cannot be taken over from it", err)

@@ -37,13 +37,12 @@ func (u *unit) startSocket(reason string) {
 }
 
 func (u *unit) listen() error {
-	c := u.def.Socket
-	for i, addr := range c.ListenStream {
+	for i, addr := range u.def.Socket.ListenStream {
 		l := &listener{addr: addr}
 		if f := u.s.takeInherited(u.fdName(), addr, i); f != nil {
 			l.file, l.handed = f, true
 		} else if l.file = u.s.claim(addr); l.file == nil {
-			f, err := sockets.Listen(addr, sockets.Config{Mode: c.SocketMode, DirMode: c.DirectoryMode, Backlog: c.Backlog})
+			f, err := sockets.Listen(addr, u.socketConfig())
 			if err != nil {
 				return err
 			}
@@ -52,6 +51,11 @@ func (u *unit) listen() error {
 		u.listeners = append(u.listeners, l)
 	}
 	return nil
+}
+
+func (u *unit) socketConfig() sockets.Config {
+	c := u.def.Socket
+	return sockets.Config{Mode: c.SocketMode, DirMode: c.DirectoryMode, Backlog: c.Backlog}
 }
 
 // takeInherited finds a handed over socket by its name and address; one that listens

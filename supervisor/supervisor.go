@@ -150,6 +150,8 @@ type Supervisor struct {
 	unclaimed []*os.File          // sockets that it handed back and nobody knew of
 	program   map[string]*os.File // descriptors of Options.Keep of before
 	listener  *os.File            // the control socket
+	servers   []*controlServer    // at it, and at earlier ones whose files were deleted
+	files     *socketWatch        // nil: nobody watches the socket files
 }
 
 // New checks the options. Nothing is started before Run.
@@ -179,6 +181,8 @@ func New(opt Options) (*Supervisor, error) {
 func (s *Supervisor) Run(ctx context.Context) (err error) {
 	defer close(s.stopped)
 	defer s.closeInherited()
+	// What whoever started us left open is no unit's: what is, is passed by number.
+	_ = unix.CloseRange(3, ^uint(0), unix.CLOSE_RANGE_CLOEXEC)
 	before, err := s.previous()
 	if err != nil {
 		return s.refuse(err)
@@ -197,8 +201,7 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	}
 	defer s.poll.close()
 	s.openTree(before)
-	server, err := s.open(before)
-	if err != nil {
+	if err := s.open(before); err != nil {
 		return s.refuse(err)
 	}
 	chld := make(chan os.Signal, 1)
@@ -230,7 +233,10 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	}
 	signal.Stop(chld)
 	close(quit)
-	server.close()
+	for _, server := range s.servers {
+		server.close()
+	}
+	s.closeSocketWatch()
 	if s.leaving {
 		return s.leave()
 	}
@@ -374,8 +380,7 @@ func (s *Supervisor) openTree(before *saved) {
 }
 
 // open makes the sockets and the state file.
-func (s *Supervisor) open(before *saved) (*controlServer, error) {
-	handle := func(m *notify.Message) { s.queue.post(func() { s.notified(m) }) }
+func (s *Supervisor) open(before *saved) error {
 	if s.opt.NotifyPath != "" {
 		f := before.take(fdNotify)
 		if f == nil {
@@ -384,14 +389,14 @@ func (s *Supervisor) open(before *saved) (*controlServer, error) {
 		var err error
 		if f == nil {
 			if err := os.MkdirAll(filepath.Dir(s.opt.NotifyPath), 0o700); err != nil {
-				return nil, err
+				return err
 			}
 			if f, err = sockets.BindDatagram(s.opt.NotifyPath); err != nil {
-				return nil, fmt.Errorf("notify socket: %w", err)
+				return fmt.Errorf("notify socket: %w", err)
 			}
 		}
-		if s.notify, err = notify.Serve(f, handle); err != nil {
-			return nil, fmt.Errorf("notify socket: %w", err)
+		if s.notify, err = notify.Serve(f, s.heard); err != nil {
+			return fmt.Errorf("notify socket: %w", err)
 		}
 	}
 	var err error
@@ -407,19 +412,23 @@ func (s *Supervisor) open(before *saved) (*controlServer, error) {
 	if s.listener == nil {
 		if s.listener, err = sockets.Listen(s.opt.ControlPath, sockets.Config{}); err != nil {
 			s.closeNotify()
-			return nil, fmt.Errorf("control socket: %w", err)
+			return fmt.Errorf("control socket: %w", err)
 		}
 	}
 	server, err := s.serveControl()
 	if err != nil {
 		s.closeNotify()
-		return nil, fmt.Errorf("control socket: %w", err)
+		return fmt.Errorf("control socket: %w", err)
 	}
+	s.servers = append(s.servers, server)
 	if s.opt.StatePath != "" {
 		s.file = &stateFile{path: s.opt.StatePath}
 	}
-	return server, nil
+	return nil
 }
+
+// heard takes a message of a unit.
+func (s *Supervisor) heard(m *notify.Message) { s.queue.post(func() { s.notified(m) }) }
 
 func (s *Supervisor) closeNotify() {
 	if s.notify != nil {
@@ -452,6 +461,7 @@ func (s *Supervisor) begin(before *saved) {
 		s.pingUpstream()
 	}
 	s.anchor()
+	s.watchSockets()
 	if old != nil {
 		old.Dismiss()
 	}

@@ -21,6 +21,7 @@ import (
 
 	"mypr/internal/api"
 	"mypr/internal/config"
+	"mypr/internal/logfile"
 	"mypr/internal/rpc"
 	"mypr/internal/systemd"
 	"mypr/internal/workspace"
@@ -91,7 +92,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 	if err != nil {
 		return err
 	}
-	log := systemd.NewLogger(c.stderr, w.Dir)
+	log := systemd.NewLogger(logfile.Writer(c.stderr, w.SupervisorLog()), w.Dir)
 	// Open for good: as long as this process lives no other directory can be taken for
 	// this one, whatever becomes of it and of .mypr.
 	pin, err := w.Pin()
@@ -191,6 +192,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 			}
 			if f := t.Kept[supervisorLock]; f != nil {
 				keep[supervisorLock] = f // for the whole life of the process
+				workspace.LockFromFile(f).Describe()
 			} else if takeover {
 				if err := lockSupervisor(); err != nil {
 					return err

@@ -179,19 +179,18 @@ func (w *Workspace) Discover(ctx context.Context) (*Location, error) {
 	if d.stranger != nil {
 		return nil, d.stranger
 	}
-	held := w.managerLock()
-	if !managed {
-		held = w.supervisorLock()
-		supervised, err := lockHeld(held)
-		if err != nil {
-			return nil, rpc.Errorf(codeOf(err), "%v", err)
-		}
-		if !supervised {
-			if d.refused != nil {
-				return nil, d.refused
-			}
-			return nil, &NotRunning{w.Dir, d.record.owner()}
-		}
+	held := w.supervisorLock()
+	supervised, err := lockHeld(held)
+	switch {
+	case err != nil:
+		return nil, rpc.Errorf(codeOf(err), "%v", err)
+	case supervised:
+	case managed:
+		held = w.managerLock()
+	case d.refused != nil:
+		return nil, d.refused
+	default:
+		return nil, &NotRunning{w.Dir, d.record.owner()}
 	}
 	share := w.RuntimeDir
 	if d.record != nil && d.record.RuntimeDir != "" {

@@ -253,7 +253,7 @@ func TestDiscoverSilentSocket(t *testing.T) {
 	hold(t, w.supervisorLock())
 	begin := time.Now()
 	_, err = w.Discover(within(t, 100*time.Millisecond))
-	if !errors.Is(err, context.DeadlineExceeded) || time.Since(begin) > 3*time.Second {
+	if !errors.Is(err, context.DeadlineExceeded) || time.Since(begin) > 30*time.Second {
 		t.Errorf("%v after %v", err, time.Since(begin))
 	}
 }

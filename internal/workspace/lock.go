@@ -130,7 +130,7 @@ func AcquireLock(ctx context.Context, path string) (*Lock, error) {
 			continue
 		}
 		l := &Lock{f: os.NewFile(uintptr(fd), path), free: free}
-		l.describe()
+		l.Describe()
 		return l, nil
 	}
 }
@@ -153,7 +153,9 @@ func (l *Lock) Close() error {
 	return err
 }
 
-func (l *Lock) describe() {
+// Describe writes into the lock file who this process is. Who takes a lock does; it is for
+// one who goes on holding another's.
+func (l *Lock) Describe() {
 	line, err := json.Marshal(Holder{PID: os.Getpid(), Place: Here(), Program: programName(), Since: time.Now().Truncate(time.Second)})
 	if err != nil {
 		return

@@ -63,7 +63,7 @@ func TestLockWaitsForDeath(t *testing.T) {
 	h := hold(t, path)
 	got := make(chan error, 1)
 	go func() {
-		l, err := AcquireLock(within(t, 20*time.Second), path)
+		l, err := AcquireLock(within(t, 60*time.Second), path)
 		if err == nil {
 			err = l.Close()
 		}
@@ -96,7 +96,7 @@ func TestLockDeadline(t *testing.T) {
 	}
 	h.kill()
 	// The wait that was given up passes the lock on.
-	l, err := AcquireLock(within(t, 10*time.Second), path)
+	l, err := AcquireLock(within(t, 60*time.Second), path)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -120,7 +120,7 @@ func TestLockExcludes(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 20 {
 		wg.Go(func() {
-			l, err := AcquireLock(within(t, 20*time.Second), path)
+			l, err := AcquireLock(within(t, 60*time.Second), path)
 			if err != nil {
 				t.Error(err)
 				return
@@ -144,7 +144,7 @@ func TestLockFileReplaced(t *testing.T) {
 	opened := watchOpen(t, path)
 	got := make(chan *Lock, 1)
 	go func() {
-		l, err := AcquireLock(within(t, 20*time.Second), path)
+		l, err := AcquireLock(within(t, 60*time.Second), path)
 		if err != nil {
 			t.Error(err)
 		}
