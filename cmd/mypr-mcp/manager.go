@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -16,6 +17,7 @@ import (
 
 	"mypr/internal/api"
 	"mypr/internal/config"
+	"mypr/internal/logfile"
 	"mypr/internal/rpc"
 	"mypr/internal/systemd"
 	"mypr/internal/workspace"
@@ -50,7 +52,7 @@ func (c *cli) manager(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	log := systemd.NewLogger(c.stderr, w.Dir)
+	log := systemd.NewLogger(logfile.Writer(c.stderr, filepath.Join(w.Root, "manager.log")), w.Dir)
 	exe, err := os.Executable()
 	if err != nil {
 		return err

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"mypr/internal/api"
+	"mypr/internal/logfile"
 	"mypr/internal/rpc"
 	"mypr/kernel"
 	"mypr/kernel/wire"
@@ -237,6 +238,7 @@ func (m *Manager) tryStart() error {
 		m.kernel.launchReason = launch.PlainReason
 		m.kernel.setPhase(phaseStarting, "")
 		m.mu.Unlock()
+		m.rotateKernelLog()
 		res, files, err := sup.StartTransient(m.ctx, control.TransientParams{Unit: u})
 		for _, f := range files {
 			f.Close()
@@ -854,17 +856,23 @@ func (m *Manager) freshKernel() (generation string, err error) {
 	}
 }
 
+func (m *Manager) kernelLogPath() string { return filepath.Join(m.opts.Workspace.Root, "kernel.log") }
+
+// rotateKernelLog is called before each start and before what this process writes there.
+// The kernel itself writes only what it dies of.
+func (m *Manager) rotateKernelLog() {
+	if err := logfile.Rotate(m.kernelLogPath()); err != nil {
+		m.log.Warn("kernel.log not rotated", "error", err)
+	}
+}
+
 // kernelLog keeps what the kernel's process printed outside of any cell.
 func (m *Manager) kernelLog(text string) {
 	if text == "" {
 		return
 	}
-	const limit = 4 << 20
-	path := filepath.Join(m.opts.Workspace.Root, "kernel.log")
-	if fi, err := os.Stat(path); err == nil && fi.Size() > limit {
-		_ = os.Rename(path, strings.TrimSuffix(path, ".log")+".1.log")
-	}
-	f, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o600)
+	m.rotateKernelLog()
+	f, err := os.OpenFile(m.kernelLogPath(), os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o600)
 	if err != nil {
 		m.log.Warn("kernel output outside of cells not kept", "error", err)
 		return
