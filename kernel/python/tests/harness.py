@@ -21,7 +21,7 @@ from typing import Any
 
 PYTHON = os.environ.get("MYPR_TEST_PYTHON", sys.executable)
 PACKAGE = Path(__file__).resolve().parent.parent
-DEADLINE = 30.0  # seconds: for what should take milliseconds, on a busy machine
+DEADLINE = 90.0  # seconds: for what should take milliseconds, on a busy machine
 
 Message = dict[str, Any]
 TERMINAL = ("succeeded", "failed", "cancelled")
@@ -272,7 +272,7 @@ class Kernel:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(DEADLINE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

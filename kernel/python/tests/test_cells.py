@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import PYTHON, Kernel
+from harness import DEADLINE, PYTHON, Kernel
 
 
 def test_hello_describes_the_process(kernel: Kernel) -> None:
@@ -282,7 +282,7 @@ def test_child_tasks_that_end_programs_leave_the_loop_alone(shared: Kernel) -> N
 
 def test_os_exit_really_kills(kernel: Kernel) -> None:
     kernel.execute("import os; os._exit(7)")
-    assert kernel.process.wait(10) == 7
+    assert kernel.process.wait(DEADLINE) == 7
 
 
 @pytest.mark.parametrize("code", ["input('name? ')", "import sys; sys.stdin.readline()", "for line in __import__('sys').stdin: pass",

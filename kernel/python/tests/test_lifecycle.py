@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
-from harness import Kernel
+from harness import DEADLINE, Kernel
 
 
 def notifications(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     sock.bind(str(path))
-    sock.settimeout(20)
+    sock.settimeout(DEADLINE)
     return sock
 
 
@@ -31,25 +30,20 @@ def test_watchdog_is_fed_while_python_blocks(tmp_path: Path) -> None:
     sock = notifications(tmp_path / "notify")
     env = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
     with sock, Kernel(tmp_path, env=env) as k:
-        exec_id = k.execute("import time\ntime.sleep(30)")
-        k.wait_for(lambda m: m["type"] == "loop")
-        got = [sock.recv(1000).decode() for _ in range(12)]
-        assert f"STATUS=blocked by {exec_id} at cell line 2" in got
-        assert got.count("WATCHDOG=1") >= 9
-        before = time.monotonic()
-        while sock.recv(1000) != b"WATCHDOG=1":
+        exec_id = k.execute("import time\ntime.sleep(600)")
+        while sock.recv(1000).decode() != f"STATUS=blocked by {exec_id} at cell line 2":
             pass
-        assert time.monotonic() - before < 1
+        assert [sock.recv(1000) for _ in range(9)] == [b"WATCHDOG=1"] * 9
         k.interrupt(exec_id)
         k.wait_state(exec_id)
 
 
 def test_sigterm_ends_orderly(kernel: Kernel) -> None:
     kernel.run("import atexit, asyncio\natexit.register(open, 'at exit', 'w');")
-    waiting = kernel.execute("try:\n    await asyncio.sleep(60)\nfinally:\n    print('cleanup')")
+    waiting = kernel.execute("try:\n    await asyncio.sleep(600)\nfinally:\n    print('cleanup')")
     kernel.wait_state(waiting, "running")
     kernel.process.send_signal(signal.SIGTERM)
-    assert kernel.process.wait(10) == 0
+    assert kernel.process.wait(DEADLINE) == 0
     state = kernel.wait_state(waiting)
     assert state["state"] == "cancelled"
     assert "told to stop" in state["error"]
@@ -59,13 +53,11 @@ def test_sigterm_ends_orderly(kernel: Kernel) -> None:
 
 
 def test_sigterm_ends_a_blocking_cell(kernel: Kernel) -> None:
-    exec_id = kernel.execute("import time\ntime.sleep(60)")
+    exec_id = kernel.execute("import time\ntime.sleep(600)")
     queued = kernel.execute("2")
     kernel.wait_for(lambda m: m["type"] == "loop")
-    started = time.monotonic()
     kernel.process.send_signal(signal.SIGTERM)
-    assert kernel.process.wait(10) == 0
-    assert time.monotonic() - started < 3
+    assert kernel.process.wait(DEADLINE) == 0
     assert kernel.wait_state(exec_id)["state"] == "cancelled"
     assert kernel.wait_state(queued)["state"] == "cancelled"
 
@@ -73,24 +65,24 @@ def test_sigterm_ends_a_blocking_cell(kernel: Kernel) -> None:
 def test_sigterm_of_an_idle_kernel_before_its_first_cell(tmp_path: Path) -> None:
     with Kernel(tmp_path) as k:
         k.process.send_signal(signal.SIGTERM)
-        assert k.process.wait(10) == 0
+        assert k.process.wait(DEADLINE) == 0
 
 
 def test_sigterm_is_bounded_when_a_cell_will_not_end(kernel: Kernel) -> None:
     kernel.run("import asyncio")
     exec_id = kernel.execute(
-        "while True:\n    try:\n        await asyncio.sleep(60)\n    except BaseException:\n        print('never')"
+        "while True:\n    try:\n        await asyncio.sleep(600)\n    except BaseException:\n        print('never')"
     )
     kernel.wait_state(exec_id, "running")
     kernel.process.send_signal(signal.SIGTERM)
-    assert kernel.process.wait(15) == 0
+    assert kernel.process.wait(DEADLINE) == 0
     assert kernel.wait_state(exec_id)["state"] == "cancelled"
 
 
 def test_sigterm_does_not_wait_for_threads(kernel: Kernel) -> None:
-    kernel.run("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()")
+    kernel.run("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()")
     kernel.process.send_signal(signal.SIGTERM)
-    assert kernel.process.wait(10) == 0
+    assert kernel.process.wait(DEADLINE) == 0
 
 
 def test_kernel_outlives_its_manager(kernel: Kernel) -> None:
@@ -173,7 +165,7 @@ def test_a_kernel_without_what_it_needs_ends(kernel: Kernel, what: str) -> None:
         kernel.execute("import asyncio\nawait asyncio.sleep(0)\nprint(len('x'))")
     except OSError:  # it is quick
         pass
-    assert kernel.process.wait(20) == 1
+    assert kernel.process.wait(DEADLINE) == 1
 
 
 def test_a_kernel_whose_connection_is_closed_connects_again(kernel: Kernel) -> None:
@@ -197,10 +189,10 @@ def test_a_signal_handler_of_an_ended_cell_may_raise(kernel: Kernel) -> None:
             "def late(*_):\n"
             "    with open('late', 'wb') as late: late.write(b'x')\n"
             "    raise TimeoutError('too late')\n"
-            "signal.signal(signal.SIGALRM, late)\n"
-            "signal.setitimer(signal.ITIMER_REAL, 0.02);"
+            "signal.signal(signal.SIGALRM, late);"
         )
         assert cell.state == "succeeded"
+        kernel.process.send_signal(signal.SIGALRM)
         with open(kernel.workspace / "late", "rb") as late:
             assert late.read() == b"x"
         assert kernel.run("1 + 1").result == "2"

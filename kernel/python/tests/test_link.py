@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from harness import Kernel, Message
+from harness import DEADLINE, Kernel, Message
 
 
 def events(messages: list[Message]) -> list[Message]:
@@ -147,7 +147,7 @@ def test_connects_when_the_socket_appears(tmp_path: Path) -> None:
         os.unlink(k.path)
         k.drop()
         k.listener = socket.socket(socket.AF_UNIX)
-        k.listener.settimeout(20)
+        k.listener.settimeout(DEADLINE)
         k.listener.bind(str(k.path))
         k.listener.listen(1)
         k.connect()
@@ -173,14 +173,14 @@ def test_reject_ends_the_kernel_with_status_3(tmp_path: Path) -> None:
     with Kernel(tmp_path, connect=False) as k:
         connection = k.accept()
         connection.send({"type": "reject", "reason": "wrong generation"})
-        assert k.process.wait(10) == 3
+        assert k.process.wait(DEADLINE) == 3
         connection.close()
         assert "wrong generation" in k.log.read_text()
 
 
 def test_incomplete_environment_ends_with_status_2(tmp_path: Path) -> None:
     with Kernel(tmp_path, env={"INVOCATION_ID": ""}, connect=False) as k:
-        assert k.process.wait(10) == 2
+        assert k.process.wait(DEADLINE) == 2
         assert "INVOCATION_ID is not set" in k.log.read_text()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness import Kernel, Message
+from harness import DEADLINE, Kernel, Message
 
 
 def no_jobs(kernel: Kernel) -> None:
@@ -48,7 +48,7 @@ def test_result_of_what_runs_failed_and_was_cancelled(shared: Kernel) -> None:
         "import asyncio\n"
         "async def bad(): raise ValueError('no')\n"
         "a = ws.tasks.start(asyncio.sleep(100)); b = ws.tasks.start(bad())\n"
-        "await asyncio.wait_for(asyncio.wait([asyncio.ensure_future(b._end())]), 10)"
+        "await asyncio.wait_for(asyncio.wait([asyncio.ensure_future(b._end())]), 60)"
     )
     assert "NotReady: python" in shared.run("a.result()").error
     assert "ValueError: no" in shared.run("b.result()").error
@@ -215,7 +215,7 @@ def test_stop_says_so(kernel: Kernel) -> None:
     state = kernel.wait_state(f"python:{kernel.generation}:w")
     assert state["state"] == "cancelled"
     assert "told to stop" in state["error"]
-    assert kernel.process.wait(10) == 0
+    assert kernel.process.wait(DEADLINE) == 0
 
 
 def test_output_of_sync_questions(kernel: Kernel) -> None:
