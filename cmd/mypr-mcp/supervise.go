@@ -159,7 +159,11 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 	// is nothing that an anchor could start it again for; the engine starts the container.
 	init := os.Getpid() == 1
 	var stopWithin time.Duration
+	var container *systemd.Container
+	var passed map[string][]*os.File
 	if init {
+		container = systemd.InContainer()
+		passed = container.Sockets("runtime")
 		mode, stopWithin = workspace.SourceContainer, containerGrace
 		origin.Source = workspace.SourceContainer
 	}
@@ -185,7 +189,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 		Instance: workspace.NewInstance(), Version: version(), Mode: mode, Executable: exe,
 		CgroupParent: cgroupParent, ServiceManager: service != nil, StatusUnit: manager.ManagerUnit,
 		Labels: labels, StopWithin: stopWithin,
-		Logger: log, Keep: keep, Anchor: service == nil && !init,
+		Logger: log, Keep: keep, Anchor: service == nil && !init, Inherited: passed,
 		Begin: func(t supervisor.Takeover) error {
 			if f := t.Kept[environmentFD]; f != nil {
 				keep[environmentFD] = f
@@ -210,6 +214,12 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 			}
 			starter.Report(err)
 			starting()
+			if err == nil {
+				err = container.Say("READY=1")
+			}
+			if err != nil {
+				log.Error("not ready", "err", err)
+			}
 		},
 	})
 	if err != nil {
