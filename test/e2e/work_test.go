@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"mypr/internal/api"
+	"mypr/test/jobmatrix"
 )
 
 // The examples of the sections on shell and tasks, client-local state and history,
@@ -140,7 +141,8 @@ helpers.answer(2), __import__("ws_lib.helpers").helpers is helpers`, "True False
 }
 
 // Must be seen, 2: every way to feed a job, every way it can end, in the containment
-// that this machine has and in the fallback; and nothing of it is left.
+// that this machine has and in the fallback; and nothing of it is left. test/faults does
+// the same on a kernel with cgroup controllers.
 func TestJobMatrix(t *testing.T) {
 	for _, tier := range []string{"", "3"} {
 		t.Run("tier "+tier, func(t *testing.T) {
@@ -150,22 +152,9 @@ func TestJobMatrix(t *testing.T) {
 			}
 			f := s.serve()
 			f.init("")
-			f.must(matrixSetup)
-			for _, form := range []string{"string", "argv"} {
-				for _, stdin := range []string{"none", "input", "pipe", "pty"} {
-					for _, end := range []string{"exit0", "exit3", "signal", "timeout", "cancel", "escape", "flood"} {
-						code := fmt.Sprintf("await case(%q, %q, %q)", form, stdin, end)
-						if got := f.must(code); got != "'ok'" {
-							t.Errorf("%s %s %s: %s", form, stdin, end, got)
-						}
-					}
-				}
-			}
-			if left := f.must(`await survivors()`); left != "[]" {
-				t.Errorf("left: %s", left)
-			}
-			if got := f.must(`len([j for j in ws.tasks.active() if j.status()["kind"] == "shell"])`); got != "0" {
-				t.Errorf("active: %s", got)
+			f.must(jobmatrix.Code)
+			if got := f.must(`print(*await matrix(), sep="\n")`); got != "" {
+				t.Error(got)
 			}
 			for _, u := range s.status().Units {
 				if strings.HasPrefix(u.Name, "job-") {
@@ -175,94 +164,6 @@ func TestJobMatrix(t *testing.T) {
 		})
 	}
 }
-
-// matrixSetup defines case(form, stdin, end), which returns "ok" or what is wrong.
-const matrixSetup = `
-import os, asyncio, signal, time
-MARK = "mypr-matrix-" + os.urandom(4).hex()
-SCRIPTS = {
-    "exit0": "exit 0",
-    "exit3": "echo out; echo err >&2; exit 3",
-    "signal": "kill -SEGV $$",
-    "timeout": "sleep 1000",
-    "cancel": "echo up; sleep 1000",
-    # One child leaves the session, one is a double fork; both ignore SIGTERM, and the
-    # SIGHUP that a terminal sends when its first process ends.
-    "escape": "trap '' TERM HUP; setsid sh -c 'trap \"\" TERM; echo up; while :; do sleep 1000; done' & (sh -c 'trap \"\" TERM; sleep 1000' &) ; exit 0",
-    "flood": "head -c 20000000 /dev/zero",
-}
-
-async def case(form, stdin, end):
-    script = SCRIPTS[end]
-    if stdin in ("input", "pipe"):
-        script = "read line; test \"$line\" = hello || exit 99; " + script
-    script = f": {MARK}; " + script
-    command = script if form == "string" else ["/bin/sh", "-c", script]
-    kw = {"pty": True} if stdin == "pty" else {}
-    if stdin == "input":
-        kw["input"] = "hello\n"
-    if stdin == "pipe":
-        kw["stdin"] = True
-    if end == "timeout":
-        kw["limits"] = {"time": 0.1}
-    job = await ws.shell.start(command, **kw)
-    if stdin == "pipe":
-        try:
-            await job.write("hello\n", eof=True)
-        except ws.RPCError:
-            if end != "timeout":
-                raise
-    if end in ("cancel", "escape"):
-        seen = await job.expect("up")
-        if not seen["matched"]:
-            return f"{seen} {job.status()}"
-    if end == "escape":
-        if job.status()["status"] != "running":
-            return f"over while children live: {job.status()}"
-    if end in ("cancel", "escape"):
-        began = time.monotonic()
-        if not await job.cancel():
-            return "cancel said it was over"
-        if time.monotonic() - began > 20:
-            return f"cancel took {time.monotonic() - began}"
-    try:
-        await job
-    except (asyncio.CancelledError, ws.RPCError):
-        pass
-    s = job.status()
-    want = {
-        "exit0": ("succeeded", 0), "exit3": ("failed", 3), "signal": ("failed", -signal.SIGSEGV),
-        "timeout": ("failed", None), "cancel": ("cancelled", None), "escape": ("cancelled", 0), "flood": ("succeeded", 0),
-    }[end]
-    if s["status"] != want[0] or (want[1] is not None and s["returncode"] != want[1]):
-        return f"{s}"
-    if end == "signal" and s["signal"] != "SIGSEGV":
-        return f"{s}"
-    if end == "timeout" and not s["timed_out"]:
-        return f"{s}"
-    if end == "exit3":
-        text = job.output().replace("\r", "")
-        if sorted(text.split()) != ["err", "out"]:
-            return f"{text!r}"
-        if stdin != "pty":
-            out = (await job.read(stream="stdout"))["output"], (await job.read(stream="stderr"))["output"]
-            if out != ("out\n", "err\n"):
-                return f"{out}"
-    if end == "flood" and (s["output_bytes"], s["truncated"]) != (16 << 20, True):
-        return f"{s}"
-    return "ok"
-
-async def survivors():
-    left = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            line = open(f"/proc/{pid}/cmdline").read()
-        except OSError:
-            continue
-        if MARK in line and int(pid) != os.getpid():
-            left.append(line)
-    return left
-`
 
 // Must be seen, 3: one terminal, driven by two clients.
 func TestTerminalOfTwoClients(t *testing.T) {

@@ -14,6 +14,7 @@ import (
 
 	"mypr/internal/api"
 	"mypr/supervisor/control"
+	"mypr/test/jobmatrix"
 )
 
 // limits checks what only a machine with the cgroup controllers can show: it needs
@@ -68,6 +69,11 @@ func (v *limits) all() error {
 		return err
 	}
 	v.check("containment tier 1 with memory, pids and cpu", info.Tier == 1 && len(info.Controllers) >= 3, fmt.Sprintf("%d %v %s", info.Tier, info.Controllers, info.TierReason))
+	if _, err := must(f, jobmatrix.Code); err != nil {
+		return err
+	}
+	out, err := must(f, `print(*await matrix(), sep="\n")`)
+	v.check("every way to feed a job × every way it can end: nothing is left", err == nil && out == "", fmt.Sprint(out, err))
 	manager, err := v.s.target("manager.service")
 	if err != nil {
 		return err
@@ -79,7 +85,7 @@ func (v *limits) all() error {
 	now, err := v.s.target("manager.service")
 	v.check("… the manager is untouched", err == nil && now == manager, fmt.Sprint(now, manager, err))
 
-	out, err := must(f, `j = await ws.shell.start("head -c 200M /dev/zero | tail -c 200M > /dev/null", limits={"memory": "48M"})
+	out, err = must(f, `j = await ws.shell.start("head -c 200M /dev/zero | tail -c 200M > /dev/null", limits={"memory": "48M"})
 try:
     await j
 except Exception as e: pass
@@ -165,8 +171,8 @@ import asyncio; await asyncio.sleep(2)`); err != nil {
 // umlInit is the first process of the machine.
 const umlInit = `#!/bin/bash
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp/home TMPDIR=/tmp GOMAXPROCS=2
-mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t tmpfs -o mode=755 t /run; mount -t tmpfs -o mode=1777 t /tmp; mount -t tmpfs -o mode=1777 t /dev/shm
-mount -t devpts pts /dev/pts 2>/dev/null; mkdir -p /tmp/home
+mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t tmpfs -o mode=755 t /run; mount -t tmpfs -o mode=1777 t /tmp
+mount -t devtmpfs dev /dev; mkdir -p /dev/shm /dev/pts; mount -t tmpfs -o mode=1777 t /dev/shm; mount -t devpts pts /dev/pts; mkdir -p /tmp/home
 mount -t cgroup2 cg /sys/fs/cgroup
 echo "+memory +pids +cpu" > /sys/fs/cgroup/cgroup.subtree_control
 ip link set lo up 2>/dev/null
