@@ -841,6 +841,7 @@ func (u *unit) freeze(on bool, done func(error)) {
 	}
 	u.Frozen = on
 	u.s.changed(u)
+	u.tell(u.State, map[bool]string{true: "frozen", false: "thawed"}[on])
 	if on {
 		u.stopWatchdog()
 	}

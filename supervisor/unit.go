@@ -85,8 +85,9 @@ func (u *unit) enter(st State, reason string) {
 	u.s.unsettled = append(u.s.unsettled, u)
 }
 
-// tell announces the unit's present state to subscribers. Besides transitions there is
-// one more thing worth telling: with ExitType=cgroup, that the main process has ended.
+// tell announces the unit's present state to subscribers. Besides transitions two more
+// things are worth telling: with ExitType=cgroup, that the main process has ended, and
+// that the unit was frozen or thawed.
 func (u *unit) tell(old State, reason string) {
 	if u.s.wantsEvents(u) {
 		u.s.emit(control.UnitEvent{UnitStatus: u.status(), Previous: old.Active() + "/" + string(old), Reason: reason})

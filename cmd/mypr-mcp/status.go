@@ -177,8 +177,12 @@ func statusText(out io.Writer, r *api.StatusReport, colour bool, now time.Time) 
 			line("", "no IPython: %s", s.Kernel.PlainReason)
 		}
 		if blocked := s.Kernel.Blocked; blocked != nil {
-			line("", "%s", p.bad(fmt.Sprintf("blocked for %s by %s at %s (mypr-mcp interrupt)",
-				ago(time.Duration(blocked.Seconds*float64(time.Second))), blocked.ExecID, blocked.Where)))
+			by, next := blocked.ExecID, " (mypr-mcp interrupt)"
+			if by == "" { // it imports something, or starts on a slow machine
+				by, next = "work of its own", ""
+			}
+			line("", "%s", p.bad(fmt.Sprintf("blocked for %s by %s at %s%s",
+				ago(time.Duration(blocked.Seconds*float64(time.Second))), by, blocked.Where, next)))
 		}
 		if s.Generation != "" {
 			line("generation", "%s", s.Generation)

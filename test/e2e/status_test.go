@@ -1,0 +1,60 @@
+package e2e
+
+import (
+	"strings"
+	"syscall"
+	"testing"
+
+	"mypr/internal/api"
+)
+
+// status says what is, not what was last heard: a kernel that was stopped or frozen is
+// not ready, and the way out is named.
+func TestStatusOfAKernelThatDoesNotRun(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "1")
+	ready := func(when string) {
+		t.Helper()
+		// What it was stopped in the middle of counts as blocking for a moment.
+		if r := s.status(); !r.Healthy || r.Status.Kernel.State != "ready" && r.Status.Kernel.State != "blocked" {
+			t.Errorf("%s: %+v %s", when, r.Status.Kernel, r.Problem)
+		}
+	}
+	silent := func(next string) {
+		t.Helper()
+		r := s.status()
+		if r.Healthy || r.Status == nil || r.Status.Kernel.State != "unresponsive" || !strings.Contains(r.Problem, next) {
+			t.Errorf("healthy %v, problem %q, status %+v", r.Healthy, r.Problem, r.Status)
+		}
+	}
+	ready("before")
+	pid := s.unitPID("kernel.service")
+	if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	silent("kill -CONT")
+	if err := syscall.Kill(pid, syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	ready("after it goes on")
+	s.ok("freeze", "kernel")
+	silent("mypr-mcp thaw kernel")
+	s.ok("thaw", "kernel")
+	ready("after it was thawed")
+}
+
+// What calls of the Python API cost is in the report, by method.
+func TestStatusShowsTheCostOfCalls(t *testing.T) {
+	s := newSession(t)
+	s.write("f", "text")
+	s.ok("exec", "for _ in range(3):\n    await ws.fs.stat('f')\nawait ws.fs.read('f')")
+	calls := map[string]api.CallCost{}
+	for _, c := range s.status().Status.Calls {
+		calls[c.Method] = c
+	}
+	for method, n := range map[string]int64{"fs.stat": 3, "fs.read": 1} {
+		if c := calls[method]; c.Count != n || c.P50MS <= 0 || c.P99MS < c.P50MS || c.MaxMS < c.P99MS {
+			t.Errorf("%s: %+v", method, c)
+		}
+	}
+}
