@@ -373,11 +373,13 @@ t = ws.tasks.start(asyncio.sleep(1000), task_id="long")`)
 	}
 }
 
-// What the issue calls bad input.
+// Bad input is refused with a clear error; nothing is lost by it and nobody else notices.
 func TestBadInputOfWork(t *testing.T) {
 	s := newSession(t)
-	f := s.serve()
+	f, other := s.serve(), s.serve()
 	f.init("a")
+	other.init("b")
+	beside := other.tool("execute", map[string]any{"code": "import asyncio\nover = asyncio.Event()\nawait over.wait()\n'untouched'", "wait_ms": 0})
 	f.must("async def attempt(make):\n    try:\n        r = make()\n        r = await r if hasattr(r, '__await__') else r\n        return 'no error: ' + repr(r)\n    except BaseException as e:\n        return f'{type(e).__name__}: {e}'")
 	for code, want := range map[string]string{
 		`ws.shell.run(["no-such-program"])`:                                 "NotFoundError: cannot start \"no-such-program\"",
@@ -430,6 +432,46 @@ func TestBadInputOfWork(t *testing.T) {
 			t.Errorf("%s:\ngot  %s\nwant %s", code, got, want)
 		}
 	}
+	// A cursor belongs to one job and one stream, whatever it is shown to.
+	if got := f.must(`one, two = await ws.shell.start("echo one"), await ws.shell.start("echo two")
+task = ws.tasks.start(__import__("asyncio").sleep(0)); await task
+c = (await one.read())["cursor"], (await one.read(stream="stdout"))["cursor"], (await task.read(wait_ms=0))["cursor"]
+for use in (lambda: two.read(c[0]), lambda: one.read(c[0], stream="stdout"), lambda: one.read(c[1]), lambda: one.read(c[2]),
+    lambda: task.read(c[0]), lambda: two.expect("two", c[0]), lambda: one.read("12"), lambda: one.read(7)):
+    print((await attempt(use)).partition(":")[0])
+one.output(cursor=4)["output"], (await one.read(c[0]))["output"]`); got != "InvalidCursorError\nInvalidCursorError\nInvalidCursorError\nInvalidCursorError\nInvalidCursor\nInvalidCursorError\nInvalidCursorError\nTypeError\n('', '')" {
+		t.Error(got)
+	}
+	// The exceptions have fields for programs.
+	if got := f.must(`try: await ws.shell.run("true", cwd="/no/such")
+except ws.RPCError as e: print(e.code, e.operation, e.hint, e.details, isinstance(e, LookupError))
+try: await ws.shell.run("exit 3", check=True)
+except ws.ShellError as e: print(e.code, e.operation, e.result["returncode"], isinstance(e, ws.RPCError))
+job = await ws.shell.start("exit 4")
+try: await job
+except ws.RPCError as e: print(e.code, e.operation, e.hint, e.details["returncode"])`); got != "not_found shell.run pass cwd= {} True\nshell_failed shell.run 3 True\nshell_failed shell.result its output() has what it printed 4" {
+		t.Error(got)
+	}
+	// A current directory that is gone.
+	if got := f.must(`import os, tempfile
+here = os.getcwd(); gone = tempfile.mkdtemp(); os.chdir(gone); os.rmdir(gone)
+try: print(await attempt(lambda: ws.shell.run("true")), (await ws.shell.run("pwd", cwd=ws.workspace))["stdout"] == f"{ws.workspace}\n")
+finally: os.chdir(here)`); !strings.Contains(got, "the kernel's current directory was deleted") || !strings.HasSuffix(got, " True") {
+		t.Error(got)
+	}
+	// Skills on disk that are broken or lead out: one is said, the other is not there.
+	if got := f.must(`import os, pathlib, tempfile
+skills = ws.root / "skills"
+outside = pathlib.Path(tempfile.mkdtemp()) / "SKILL.md"; outside.write_text("---\nname: out\n---\nsecret\n")
+for name, make in {"broken": lambda p: p.write_text("---\na: [\n---\n"), "out": lambda p: p.symlink_to(outside), "plain": lambda p: p.write_text("just text [x](../../../etc/passwd)\n")}.items():
+    (skills / name).mkdir(parents=True); make(skills / name / "SKILL.md")
+(skills / "whole").symlink_to(outside.parent)
+print([(k["name"], "YAML" in k.get("error", "")) for k in ws.skills.list()])
+print(await attempt(lambda: ws.skills.read("out")), "|", await attempt(lambda: ws.skills.read("whole")))
+print(await ws.skills.validate("plain"))
+import shutil; shutil.rmtree(outside.parent)`); !strings.Contains(got, "[('broken', True), ('plain', False)]") || strings.Contains(got, "secret") || !strings.Contains(got, "outside") {
+		t.Error(got)
+	}
 	if got := f.must(`async def twice():
     async with ws.locks.acquire("x"):
         async with ws.locks.acquire("y"): pass
@@ -446,6 +488,10 @@ len([s for s in ws.tasks.list() if s["kind"] == "python"])`); got != "128" {
 	}
 	if got := f.must(`j = await ws.shell.run("printf 'a\\377b'"); j["stdout"], open(ws.root / "jobs" / (j["id"] + ".out"), "rb").read()`); got != `('a\ufffdb', b'a\xffb')` && got != `('a�b', b'a\xffb')` {
 		t.Error(got)
+	}
+	f.must("over.set()")
+	if r, text := other.finish(beside); r.Exec.State != api.Succeeded || !strings.Contains(text, "untouched") {
+		t.Errorf("a cell of somebody else: %s %s", r.Text, text)
 	}
 }
 

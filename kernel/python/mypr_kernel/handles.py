@@ -140,6 +140,7 @@ class Handle:
         is something to say, "warnings" and "error". Cancelling the wait does not cancel
         the work. Raises ValueError for a cursor from elsewhere.
         """
+        _check_cursor(cursor)
         limit = whole("max_bytes", max_bytes, 1, MAX_BYTES)
         wait = whole("wait_ms", wait_ms, 0, MAX_WAIT_MS) / 1000
         chunk = await self._chunk(cursor, stream_name(stream), max(limit, 4), wait)
@@ -174,6 +175,7 @@ class Handle:
         or "limit". With a match there are "match" (the text) and "groups", and the cursor is
         behind it; without one the cursor is the one given, for another try.
         """
+        _check_cursor(cursor)
         name = stream_name(stream)
         limit = whole("max_scan_bytes", max_scan_bytes, 1, 16 << 20)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -253,11 +255,14 @@ def encode_cursor(*fields: str | int) -> str:
     return "mypr1." + b2a_base64(raw, newline=False).decode().translate({43: "-", 47: "_", 61: None})
 
 
+def _check_cursor(cursor: object) -> None:
+    if cursor is not None and not isinstance(cursor, str):
+        raise TypeError(f"cursor must be text that read or expect returned, not {type(cursor).__name__}")
+
+
 def decode_cursor(cursor: str) -> list[str]:
     from binascii import a2b_base64
 
-    if not isinstance(cursor, str):
-        raise TypeError(f"cursor must be text that read or expect returned, not {type(cursor).__name__}")
     prefix, _, text = cursor.partition(".")
     try:
         if prefix != "mypr1":
