@@ -85,8 +85,7 @@ func (e *env) output(u *spec.Unit, files map[string]*os.File) (string, control.U
 	return string(b), st
 }
 
-// waits is a script that waits for signals that it traps. A shell must wait in a builtin
-// of its own: dash loses what arrives while it starts a program (vfork).
+// waits is a script that waits for signals that it traps: in a builtin, which they end.
 const waits = `sleep 1000 & %s; while :; do wait $!; done`
 
 // lines reads the lines that a started unit writes.

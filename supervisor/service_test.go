@@ -3,6 +3,7 @@ package supervisor_test
 import (
 	"fmt"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -265,6 +266,20 @@ func TestReload(t *testing.T) {
 		}
 		if r, err = e.c.Reload(e.ctx, control.JobParams{Name: "b.service"}); err != nil || r.Result != "failed" {
 			t.Errorf("failing reload again: %+v %v", r, err)
+		}
+	})
+}
+
+// Started by nohup or in the background of a shell, and yet its units heed their signals.
+func TestIgnoredSignalsAreNotPassedOn(t *testing.T) {
+	signals := []os.Signal{syscall.SIGHUP, syscall.SIGINT}
+	signal.Ignore(signals...)
+	defer signal.Reset(signals...)
+	tiers(t, func(t *testing.T, tier int) {
+		e := start(t, tier)
+		out, _ := e.output(shell("i.service", "grep SigIgn /proc/self/status"), nil)
+		if ignored := strings.TrimSpace(strings.TrimPrefix(out, "SigIgn:")); ignored != strings.Repeat("0", 16) {
+			t.Errorf("ignored: %q", out)
 		}
 	})
 }

@@ -204,6 +204,13 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	if err := s.open(before); err != nil {
 		return s.refuse(err)
 	}
+	// Whoever started us may have these ignored: nohup, a shell's background job, the
+	// anchor. Units begin with the defaults, which a child is given of what Go handles.
+	for _, sig := range []os.Signal{syscall.SIGHUP, syscall.SIGINT} {
+		if signal.Ignored(sig) {
+			signal.Notify(make(chan os.Signal, 1), sig)
+		}
+	}
 	chld := make(chan os.Signal, 1)
 	signal.Notify(chld, syscall.SIGCHLD)
 	quit := make(chan struct{})
