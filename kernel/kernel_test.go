@@ -115,8 +115,8 @@ func TestFirstStartInstallsIPythonAndTheSecondStartsNothing(t *testing.T) {
 	if names := w.rec.take(); len(names) > 0 || len(w.steps) > 0 {
 		t.Errorf("a prepared environment ran %q and told %q", names, w.steps)
 	}
-	if best > time.Millisecond {
-		t.Errorf("preparing a prepared environment takes %v, over 1 ms", best)
+	if best > 20*time.Millisecond { // it takes 0.2 ms; to start anything takes more than this
+		t.Errorf("preparing a prepared environment takes %v", best)
 	}
 	// Another workspace shares sources and uv.
 	other := newWorkspace(t, false)

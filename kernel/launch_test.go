@@ -28,7 +28,7 @@ func TestLaunchedKernelRunsACell(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer listener.Close()
-	_ = listener.SetDeadline(time.Now().Add(30 * time.Second))
+	_ = listener.SetDeadline(time.Now().Add(2 * time.Minute))
 	cmd := exec.CommandContext(t.Context(), l.Path)
 	cmd.Args, cmd.Dir = l.Args, l.Dir
 	cmd.Env = append(l.Env, "MYPR_KERNEL_SOCKET="+socket, "MYPR_WORKSPACE="+w.Workspace, "MYPR_ROOT="+w.Root, "INVOCATION_ID="+strings.Repeat("0", 32))
@@ -49,7 +49,7 @@ func TestLaunchedKernelRunsACell(t *testing.T) {
 		t.Fatalf("the kernel does not dial in: %v\n%s", err, log.String())
 	}
 	defer conn.Close()
-	_ = conn.SetDeadline(time.Now().Add(30 * time.Second))
+	_ = conn.SetDeadline(time.Now().Add(2 * time.Minute))
 	var line []byte
 	for _, msg := range []any{
 		wire.Welcome{Type: wire.TypeWelcome, Protocol: wire.Protocol, Workspace: w.Workspace, Artifacts: filepath.Join(w.Root, "artifacts"),

@@ -34,10 +34,10 @@ func (s *session) unitEvents(name string) <-chan control.UnitEvent {
 }
 
 // await returns when the unit has the state, and how long that took.
-func (s *session) await(events <-chan control.UnitEvent, state string, within time.Duration) time.Duration {
+func (s *session) await(events <-chan control.UnitEvent, state string) time.Duration {
 	s.t.Helper()
 	start := time.Now()
-	timeout := time.After(within)
+	timeout := time.After(patience)
 	for {
 		select {
 		case e, ok := <-events:
@@ -48,7 +48,7 @@ func (s *session) await(events <-chan control.UnitEvent, state string, within ti
 				return time.Since(start)
 			}
 		case <-timeout:
-			s.t.Fatalf("not %s within %v", state, within)
+			s.t.Fatalf("not %s within %v", state, patience)
 		}
 	}
 }
@@ -72,10 +72,11 @@ func TestKilledFrontEndFreesItsClientID(t *testing.T) {
 		if !r.IsError {
 			break
 		}
-		if time.Since(start) > time.Second {
-			t.Fatalf("the id was not free after 1 s: %s", r.Text)
+		if time.Since(start) > patience {
+			t.Fatalf("the id does not become free: %s", r.Text)
 		}
 	}
+	t.Logf("free after %v", time.Since(start).Round(time.Millisecond))
 	if got := b.must("x"); got != "'still here'" {
 		t.Errorf("memory: %s", got)
 	}
@@ -94,7 +95,7 @@ func TestKilledKernel(t *testing.T) {
 	r, _ := a.do("x = 1")
 	old := r.Exec.Generation
 	b.must("x")
-	running := a.tool("execute", map[string]any{"code": "print('partial')\nimport asyncio\nawait asyncio.sleep(60)", "wait_ms": 100})
+	running := a.tool("execute", map[string]any{"code": "print('partial')\nimport asyncio\nawait asyncio.sleep(600)", "wait_ms": 100})
 	for output(running) == "" {
 		running = a.tool("poll", map[string]any{"exec_id": running.Exec.ExecID, "cursor": 0, "wait_ms": 5000})
 	}
@@ -141,9 +142,7 @@ func TestKilledManager(t *testing.T) {
 	pid := s.unitPID("manager.service")
 	events := s.unitEvents("manager.service")
 	s.kill(pid)
-	if took := s.await(events, control.Active, 10*time.Second); took > time.Second {
-		t.Errorf("the manager was back after %v", took)
-	}
+	t.Logf("the manager was back after %v", s.await(events, control.Active).Round(time.Millisecond))
 	if got := a.must("'rebound'"); got != "'rebound'" {
 		t.Errorf("after the reconnect: %s", got)
 	}
@@ -259,7 +258,7 @@ func TestStopAndResetRefuseActiveWork(t *testing.T) {
 	s := newSession(t)
 	f := s.serve()
 	f.init("")
-	r := f.tool("execute", map[string]any{"code": "import asyncio\nawait asyncio.sleep(60)", "wait_ms": 0})
+	r := f.tool("execute", map[string]any{"code": "import asyncio\nawait asyncio.sleep(600)", "wait_ms": 0})
 	for _, verb := range []string{"stop", "reset", "restart"} {
 		out, code := s.cli(verb)
 		if code != 1 || !strings.Contains(out, "--force") {
@@ -284,7 +283,7 @@ func TestSupervisorEndsInOrder(t *testing.T) {
 	f := s.serve()
 	f.init("a")
 	r, _ := f.do("print('recorded')")
-	running := f.tool("execute", map[string]any{"code": "import asyncio\nawait asyncio.sleep(60)", "wait_ms": 0})
+	running := f.tool("execute", map[string]any{"code": "import asyncio\nawait asyncio.sleep(600)", "wait_ms": 0})
 	info := s.status().Supervisor
 	s.signal(info.PID, unix.SIGTERM)
 	s.nothingLeft(info.Cgroup, f.cmd.Process.Pid)

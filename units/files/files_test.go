@@ -626,14 +626,10 @@ func TestDirectoryOf200000Entries(t *testing.T) {
 	}
 	start := time.Now()
 	r := must[TreeResult](t)(call[TreeResult](t, s, "fs.tree", `{"path":"`+dir+`"}`))
-	took := time.Since(start)
 	if r.Count != 200 || !r.Truncated || r.Total != 200_000 || string(r.Entries[199].Path) != dir+"/000199" {
 		t.Errorf("%d of %d", r.Count, r.Total)
 	}
-	t.Logf("200,000 entries: %v", took)
-	if took > 5*time.Second {
-		t.Errorf("it took %v", took)
-	}
+	t.Logf("200,000 entries: %v", time.Since(start))
 }
 
 // Names that are not UTF-8 come back as they are and open the same file.
@@ -992,10 +988,13 @@ func TestConcurrentPatchesLoseNothing(t *testing.T) {
 	must[any](t)(nil, os.Symlink("real", dir+"/link"))
 	const writers, each = 8, 25
 	var wg sync.WaitGroup
+	var all sync.WaitGroup
+	all.Add(writers)
 	var mu sync.Mutex
 	accepted, conflicts := 0, 0
 	for w := range writers {
 		wg.Go(func() {
+			var met sync.Once
 			path := ospath.Text([]string{"real", "link"}[w%2])
 			for n := 0; n < each; {
 				page, err := s.Read(t.Context(), ReadParams{Path: path, StartLine: 1, MaxBytes: MaxReadBytes, Encoding: "utf-8"})
@@ -1004,8 +1003,10 @@ func TestConcurrentPatchesLoseNothing(t *testing.T) {
 				}
 				if err != nil {
 					t.Error(err)
+					met.Do(all.Done)
 					return
 				}
+				met.Do(func() { all.Done(); all.Wait() }) // all have read the same once: some must conflict
 				_, err = s.Patch(t.Context(), PatchParams{Path: path, Edits: []Edit{{Old: "start\n", New: ospath.Text(fmt.Sprintf("start\n%d.%d\n", w, n))}},
 					ExpectedHash: &page.Revision, Encoding: "utf-8"})
 				mu.Lock()
