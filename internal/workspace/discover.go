@@ -6,8 +6,11 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/user"
 	"slices"
+	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"mypr/internal/api"
@@ -192,11 +195,15 @@ func (w *Workspace) Discover(ctx context.Context) (*Location, error) {
 	default:
 		return nil, &NotRunning{w.Dir, d.record.owner()}
 	}
+	holder := readHolder(held)
+	if err := anothers(w.Dir, holder); err != nil { // there is nothing to wait for
+		return nil, err
+	}
 	share := w.RuntimeDir
 	if d.record != nil && d.record.RuntimeDir != "" {
 		share = d.record.RuntimeDir
 	}
-	return nil, &Unreachable{Dir: w.Dir, Lock: held, Holder: readHolder(held), Tried: d.tried, Ours: w.RuntimeDir, Share: share, Mount: d.mount, Silent: d.silent}
+	return nil, &Unreachable{Dir: w.Dir, Lock: held, Holder: holder, Tried: d.tried, Ours: w.RuntimeDir, Share: share, Mount: d.mount, Silent: d.silent}
 }
 
 // discovery is one search.
@@ -321,6 +328,28 @@ func (d *discovery) ours(who *Stranger, id string) error {
 		}
 	}
 	return who
+}
+
+// anothers is the error for a runtime whose lock is held by a process of another user.
+// Only root gets so far: others cannot even look at the lock.
+func anothers(dir string, h *Holder) error {
+	if h == nil || h.PID == 0 || !h.SamePIDs() {
+		return nil
+	}
+	st, err := os.Stat(fmt.Sprintf("/proc/%d", h.PID))
+	if err != nil {
+		return nil
+	}
+	uid := int(st.Sys().(*syscall.Stat_t).Uid)
+	if uid == os.Geteuid() {
+		return nil
+	}
+	name := fmt.Sprintf("#%d", uid) // as sudo takes it
+	if u, err := user.LookupId(strconv.Itoa(uid)); err == nil {
+		name = u.Username
+	}
+	return rpc.Errorf(rpc.CodePermission, "the session of %s is that of user %s (process %d); each user has sessions of their own", dir, name, h.PID).
+		WithHint("use it as that user: sudo -u '%s' mypr-mcp …", name)
 }
 
 // trust refuses a socket that another user listens at.

@@ -2,13 +2,16 @@ package workspace
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -196,6 +199,42 @@ func TestDiscoverUnreachable(t *testing.T) {
 			t.Errorf("hint %q", hint)
 		}
 		h.kill()
+	}
+}
+
+// A session of another user is refused at once, and it is said whose it is.
+func TestDiscoverAnothersSession(t *testing.T) {
+	w := setup(t)
+	prepare(t, w)
+	hold(t, w.supervisorLock())
+	cat := exec.Command("cat")
+	cat.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 4321, Gid: 4321}}
+	stdin, err := cat.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cat.Start(); err != nil {
+		t.Fatalf("this test starts a process of another user, for which it must be root: %v", err)
+	}
+	defer func() {
+		stdin.Close()
+		_ = cat.Wait()
+	}()
+	line, err := json.Marshal(Holder{PID: cat.Process.Pid, Place: readHolder(w.supervisorLock()).Place})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(w.supervisorLock(), line, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err = w.Discover(t.Context())
+	var u *Unreachable
+	if rpc.CodeOf(err) != rpc.CodePermission || errors.As(err, &u) {
+		t.Fatalf("error %v", err)
+	}
+	wantText(t, err, "user #4321", w.Dir)
+	if hint := rpc.AsError(err).Hint; !strings.Contains(hint, "sudo -u '#4321'") {
+		t.Errorf("hint %q", hint)
 	}
 }
 
