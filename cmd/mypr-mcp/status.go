@@ -5,16 +5,21 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
+	"os"
 	"strings"
 	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"mypr/internal/api"
+	"mypr/internal/config"
 	"mypr/internal/rpc"
 	"mypr/internal/workspace"
 	"mypr/supervisor/control"
+	"mypr/units"
 )
 
 // statusTimeout bounds each question of status: it must answer although something hangs.
@@ -54,6 +59,12 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		return nil, ctx.Err()
 	}
 	if err != nil {
+		if notRunning(err) {
+			if why := obstacle(w); why != nil {
+				e := rpc.AsError(why)
+				err = rpc.Errorf(e.Code, "%v, and none can be started: %s", err, e.Message).WithHint("%s", e.Hint)
+			}
+		}
 		problem(err)
 		return r, nil
 	}
@@ -110,6 +121,30 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		problem(rpc.Errorf("", "%s", r.Status.HealthError))
 	}
 	return r, nil
+}
+
+// obstacle is what a start would fail at, as far as that can be seen without starting
+// anything: files that are wrong, and places that cannot be written. nil says little.
+func obstacle(w *workspace.Workspace) error {
+	if _, _, err := config.Load(w.Root); err != nil {
+		return err
+	}
+	exe, err := executable()
+	if err != nil {
+		return err
+	}
+	if err := checkUnits(units.NewLoader(w.Dir, exe, w.Stem())); err != nil {
+		return err
+	}
+	place := w.Root
+	if _, err := os.Stat(place); errors.Is(err, fs.ErrNotExist) {
+		place = w.Dir
+	}
+	if err := unix.Access(place, unix.W_OK|unix.X_OK); err != nil {
+		return rpc.Errorf(rpc.CodePermission, "%s cannot be written: %v", place, err).
+			WithHint("make it writable for you, or use another directory: mypr-mcp -C DIR …")
+	}
+	return nil
 }
 
 // withControl runs f with a connection to the runtime's supervisor, within statusTimeout.

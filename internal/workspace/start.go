@@ -348,6 +348,15 @@ func (w *Workspace) await(ctx context.Context, opts StartOptions, r *os.File, ex
 				early = nil // it is about to exit; the status says more
 				continue
 			}
+			if rep.Error != nil { // who looks next should find nothing of it
+				grace := time.NewTimer(time.Second)
+				defer grace.Stop()
+				select {
+				case <-exited:
+				case <-grace.C:
+				case <-ctx.Done():
+				}
+			}
 			return rep.err()
 		case err := <-exited:
 			if early != nil {

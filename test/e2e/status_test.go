@@ -1,6 +1,8 @@
 package e2e
 
 import (
+	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -56,5 +58,32 @@ func TestStatusShowsTheCostOfCalls(t *testing.T) {
 		if c := calls[method]; c.Count != n || c.P50MS <= 0 || c.P99MS < c.P50MS || c.MaxMS < c.P99MS {
 			t.Errorf("%s: %+v", method, c)
 		}
+	}
+}
+
+// Without a runtime status says what a start would fail at, and starts nothing.
+func TestStatusNamesTheObstacle(t *testing.T) {
+	s := newSession(t, "[limits]\ncompleted_tasks = 0\n")
+	check := func(problem, hint string) {
+		t.Helper()
+		r := s.status()
+		if !strings.Contains(r.Problem, "no runtime runs for "+s.dir) || !strings.Contains(r.Problem, problem) || !strings.Contains(r.Hint, hint) {
+			t.Errorf("problem %q, next %q", r.Problem, r.Hint)
+		}
+		// What it says is what happens.
+		if out, code := s.cli("exec", "1"); code != 1 || !strings.Contains(out, problem) {
+			t.Errorf("exec: exit %d\n%s", code, out)
+		}
+	}
+	check("config.toml:2:1: limits.completed_tasks: 0 is not between", "correct the file")
+	s.write(".mypr/config.toml", "")
+	if err := os.MkdirAll(filepath.Join(s.dir, ".mypr/units/kernel.service.d"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s.write(".mypr/units/kernel.service.d/x.conf", "garbage\n")
+	check("x.conf:1: ", "correct the file")
+	s.write(".mypr/units/kernel.service.d/x.conf", "")
+	if r := s.status(); strings.Contains(r.Problem, "none can be started") || !strings.Contains(r.Hint, "mypr-mcp exec") {
+		t.Errorf("problem %q, next %q", r.Problem, r.Hint)
 	}
 }
