@@ -311,13 +311,18 @@ func exitIn(list []process.ShimProcess, rec *procRecord) process.Exit {
 
 func exitFile(socket string) string { return strings.TrimSuffix(socket, shimSuffix) + exitSuffix }
 
+// handed reports whether that listening socket came from outside.
+func (st *saved) handed(unit, addr string) bool {
+	return st != nil && slices.ContainsFunc(st.FDs, func(r fdRecord) bool { return r.Kind == fdListen && r.Unit == unit && r.Name == addr && r.Handed })
+}
+
 // resumeSocket gets the listening sockets of a socket unit back.
 func (u *unit) resumeSocket(before *saved) {
 	if !u.State.up() {
 		return
 	}
 	for i, addr := range u.def.Socket.ListenStream {
-		l := &listener{addr: addr}
+		l := &listener{addr: addr, handed: before.handed(u.name, addr)}
 		var err error
 		if l.file = before.takeFor(fdListen, u.name, addr); l.file == nil {
 			l.file, l.handed, err = u.s.listenAgain(u, i, addr)
