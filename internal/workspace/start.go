@@ -47,12 +47,17 @@ func (w *Workspace) Ensure(ctx context.Context, opts StartOptions) (*Location, e
 	l, err := w.Discover(ctx)
 	var none *NotRunning
 	var mute *Unreachable
+	// Before the startup lock is taken, which whoever starts it in its turn needs.
+	if (errors.As(err, &mute) || l.ending()) && w.waitUnlocked(ctx) {
+		l, err = w.Discover(ctx)
+	}
 	switch {
-	case errors.As(err, &none) && none.Owner != "":
-		return nil, none
 	case errors.As(err, &none):
 		if l, err := w.activate(ctx); l != nil || err != nil {
 			return l, err
+		}
+		if none.Owner != "" {
+			return nil, none
 		}
 	case !errors.As(err, &mute) && !l.ending():
 		return l, err
