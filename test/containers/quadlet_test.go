@@ -1,0 +1,190 @@
+package containers
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"mypr/supervisor/notify"
+)
+
+// systemd starts the systemd of the person's, and ends it with the test.
+func (p *person) systemd(t *testing.T) {
+	t.Helper()
+	// How systemd tells that systemd runs the machine.
+	if err := os.MkdirAll("/run/systemd/system", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	socket := filepath.Join(p.run, "test-notify")
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err == nil {
+		err = errors.Join(unix.Bind(fd, &unix.SockaddrUnix{Name: socket}), os.Chown(socket, p.uid, p.uid))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	ready := make(chan struct{}, 1)
+	server, err := notify.Serve(os.NewFile(uintptr(fd), "notify"), func(m *notify.Message) {
+		if m.Fields.Is("READY") {
+			select {
+			case ready <- struct{}{}:
+			default:
+			}
+		}
+		m.Close()
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	log, err := os.Create(filepath.Join(p.home, "systemd.log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer log.Close()
+	// There is no journal here.
+	units := filepath.Join(p.home, ".config", "systemd", "user")
+	conf := "[Service]\nStandardOutput=append:" + p.home + "/services.log\nStandardError=inherit\n"
+	if out, err := p.script(p.home, "mkdir -p "+units+"/service.d; echo '"+conf+"' > "+units+"/service.d/log.conf"); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	const group = "/sys/fs/cgroup/user/manager"
+	cmd := p.command(context.Background(), "sh", "-c", "mkdir -p "+group+" && echo $$ > "+group+"/cgroup.procs && exec /lib/systemd/systemd --user --log-target=console")
+	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+socket)
+	cmd.Stdout, cmd.Stderr = log, log
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			for _, f := range []string{"systemd.log", "services.log"} {
+				b, _ := os.ReadFile(filepath.Join(p.home, f))
+				t.Logf("%s:\n%s", f, b[max(0, len(b)-8000):])
+			}
+		}
+		if out, err := p.runs("systemctl", "--user", "exit"); err != nil {
+			t.Errorf("systemctl exit: %v\n%s", err, out)
+			_ = cmd.Process.Kill()
+		}
+		_ = cmd.Wait()
+		server.Close()
+		if err := os.Remove(socket); err != nil {
+			t.Error(err)
+		}
+	})
+	select {
+	case <-ready:
+	case <-time.After(patience):
+		t.Fatal("systemd --user is not ready in time")
+	}
+}
+
+// quadlet builds the program that makes services of container files, and has systemd use
+// it as podman's package would.
+func quadlet(t *testing.T) {
+	t.Helper()
+	const dir = "/run/systemd/user-generators"
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("go", "build", "-C", "quadlet", "-o", filepath.Join(dir, "podman-user-generator"), "github.com/containers/podman/v4/cmd/quadlet")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+}
+
+// The first client's connection has systemd start the container, to which it passes the
+// socket; the service is ready when the supervisor in it says so.
+func TestQuadlet(t *testing.T) {
+	p := someone(t, "rootless")
+	p.images(t)
+	quadlet(t)
+	p.systemd(t)
+	dir := p.workspace(t)
+	plain := filepath.Join(filepath.Dir(dir), "quadlet") // RequiresMountsFor=, which is made of it, takes no spaces
+	if err := os.Rename(dir, plain); err != nil {
+		t.Fatal(err)
+	}
+	install, err := os.ReadFile("../../docs/CONTAINERS.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	script := ""
+	for _, block := range commands(string(install)) {
+		if strings.Contains(block, "@SOCKET@") {
+			script = block
+		}
+	}
+	source, err := filepath.Abs("../../contrib")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command("cp", "-r", source, filepath.Join(p.home, "contrib")).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	if out, err := p.script(plain, "contrib="+p.home+"/contrib/containers\n"+script); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	t.Cleanup(func() {
+		if out, err := p.script(plain, "systemctl --user disable --now mypr.socket mypr.service; podman ps -aq"); err != nil {
+			t.Errorf("%v\n%s", err, out)
+		}
+	})
+	property := func(unit, name string) string {
+		return p.must(t, "systemctl", "--user", "show", "--value", "--property="+name, unit)
+	}
+	if got := property("mypr.service", "ActiveState") + property("mypr.service", "Type"); got != "inactivenotify" {
+		t.Errorf("before the first connection the service is %s", got)
+	}
+	host := p.host(t, plain)
+	began := time.Now()
+	if got := host.ok("exec", "x = 6 * 7; x"); got != "42" {
+		t.Errorf("the first cell: %s", got)
+	}
+	t.Logf("from the first connection to the first result: %v", time.Since(began).Round(time.Millisecond))
+	if got := property("mypr.service", "ActiveState"); got != "active" {
+		t.Errorf("the service is %s", got)
+	}
+	r := host.status()
+	if r.Supervisor == nil || r.Supervisor.Mode != "container" || r.Supervisor.PID != 1 {
+		t.Errorf("the supervisor is %+v", r.Supervisor)
+	}
+	// An upgrade in place goes through the same sockets.
+	p.must(t, "podman", "exec", "mypr", "mypr-mcp", "-C", plain, "restart", "--keep-kernel")
+	if got := host.ok("exec", "x"); got != "42" {
+		t.Errorf("after restart --keep-kernel: %s", got)
+	}
+	p.must(t, "systemctl", "--user", "restart", "mypr.service")
+	if got := host.ok("exec", "'x' in globals()"); got != "False" {
+		t.Errorf("after systemctl restart: %s", got)
+	}
+	// What kills the container has systemd start another.
+	p.must(t, "podman", "kill", "mypr")
+	if got := host.ok("exec", "1 + 1"); got != "2" {
+		t.Errorf("after podman kill: %s", got)
+	}
+	p.must(t, "systemctl", "--user", "stop", "mypr.service")
+	if got := property("mypr.service", "Result"); got != "success" {
+		t.Errorf("stop ended with %s", got)
+	}
+	if got := host.ok("exec", "2 + 2"); got != "4" {
+		t.Errorf("after systemctl stop: %s", got)
+	}
+	host.ok("stop")
+}
+
+// commands are the shell blocks of a document.
+func commands(text string) (blocks []string) {
+	for i, part := range strings.Split(text, "```") {
+		if code, ok := strings.CutPrefix(part, "sh\n"); ok && i%2 == 1 {
+			blocks = append(blocks, strings.TrimSpace(code))
+		}
+	}
+	return blocks
+}
