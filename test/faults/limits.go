@@ -29,6 +29,7 @@ func (v *limits) check(what string, ok bool, detail any) {
 	verdict := "ok"
 	if !ok {
 		verdict = fmt.Sprintf("BROKEN: %v", detail)
+		broken(what, detail)
 		v.bad++
 	}
 	fmt.Printf("| %-66s | %s\n", what, verdict)
@@ -36,7 +37,7 @@ func (v *limits) check(what string, ok bool, detail any) {
 
 func (v *limits) run() bool {
 	if err := v.all(); err != nil {
-		fmt.Println("limits:", err)
+		broken("limits", err)
 		return false
 	}
 	return v.bad == 0
@@ -187,7 +188,7 @@ echo o > /proc/sysrq-trigger; sleep 5
 func uml(bin string, verbose string) bool {
 	linux, err := exec.LookPath("linux.uml")
 	if err != nil {
-		fmt.Println("uml: there is no linux.uml: apt-get install user-mode-linux")
+		broken("uml: there is no linux.uml: apt-get install user-mode-linux")
 		return false
 	}
 	// Not below /tmp, which is another one there.
@@ -227,7 +228,7 @@ func uml(bin string, verbose string) bool {
 	}
 	fmt.Println(strings.ReplaceAll(text, "\r", ""))
 	if !strings.Contains(text, "UML-RC=0") {
-		fmt.Println("uml: failed:", err, ctx.Err())
+		broken("uml: failed:", err, ctx.Err())
 		return false
 	}
 	return true

@@ -13,6 +13,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
+	"sync"
 	"time"
 )
 
@@ -72,8 +74,26 @@ func main() {
 		}
 	}
 	if !ok {
+		fmt.Fprintf(os.Stderr, "faults: broken:\n%s", strings.Join(all, ""))
 		os.Exit(1)
 	}
+}
+
+// all that was broken, to be said again at the end, where it is found.
+var (
+	mu  sync.Mutex
+	all []string
+)
+
+func broken(words ...any) {
+	text := fmt.Sprintln(words...)
+	if len(text) > 2000 {
+		text = text[:1000] + " … " + text[len(text)-1000:]
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	all = append(all, text)
+	fmt.Fprint(os.Stderr, "BROKEN: ", text)
 }
 
 func fatal(err error) {

@@ -24,7 +24,7 @@ import (
 )
 
 // patience bounds every wait for something that must come.
-const patience = 60 * time.Second
+const patience = 2 * time.Minute
 
 // session is one workspace with a runtime of its own.
 type session struct {

@@ -54,7 +54,7 @@ func (k *soak) problem(format string, args ...any) {
 	defer k.mu.Unlock()
 	text := fmt.Sprintf(format, args...)
 	k.problems = append(k.problems, text)
-	fmt.Fprintln(os.Stderr, time.Now().Format("15:04:05.000"), "PROBLEM", text)
+	broken(time.Now().Format("soak, 15:04:05.000"), text)
 }
 
 func (k *soak) lastKernelDeath() time.Time {
@@ -140,7 +140,7 @@ print("end %s")`, k.ledger, number, number, pad, pause, number)
 				return
 			}
 		}
-		explained := k.kernels && k.lastKernelDeath().After(began.Add(-5*time.Second))
+		explained := k.kernels && k.lastKernelDeath().After(began.Add(-30*time.Second))
 		switch {
 		case c.state == api.Succeeded && c.output != want:
 			k.problem("cell %s: output is %d bytes, not %d: %.80q", number, len(c.output), len(want), c.output)

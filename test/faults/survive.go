@@ -29,6 +29,7 @@ func (v *survive) check(fault, what string, ok bool, detail any) {
 	verdict := "survived"
 	if !ok {
 		verdict = fmt.Sprintf("BROKEN: %v", detail)
+		broken(fault, what, detail)
 		v.bad++
 	}
 	fmt.Printf("| %-28s | %-34s | %s\n", fault, what, verdict)
@@ -36,7 +37,7 @@ func (v *survive) check(fault, what string, ok bool, detail any) {
 
 func (v *survive) run() bool {
 	if err := v.all(); err != nil {
-		fmt.Println("survive:", err)
+		broken("survive", err)
 		return false
 	}
 	return v.bad == 0

@@ -60,6 +60,7 @@ func (v *upgrade) check(what string, ok bool, detail any) {
 	verdict := "ok"
 	if !ok {
 		verdict = fmt.Sprintf("BROKEN: %v", detail)
+		broken(what, detail)
 		v.bad++
 	}
 	fmt.Printf("| %-72s | %s\n", what, verdict)
@@ -67,7 +68,7 @@ func (v *upgrade) check(what string, ok bool, detail any) {
 
 func (v *upgrade) run() bool {
 	if err := v.all(); err != nil {
-		fmt.Println("upgrade:", err)
+		broken("upgrade", err)
 		return false
 	}
 	return v.bad == 0

@@ -34,7 +34,7 @@ const (
 	stageVariable = "MYPR_SYSTEMD_STAGE"
 	testUser      = "mypr-test"
 	systemdPath   = "/lib/systemd/systemd"
-	patience      = 30 * time.Second
+	patience      = 90 * time.Second
 )
 
 // base is the user's cgroup: the root of the namespace, or a group of the second kernel.
@@ -129,7 +129,7 @@ func outside() (int, error) {
 		return 1, err
 	}
 	defer func() {
-		cgroup.KillAll(dir, 10*time.Second)
+		cgroup.KillAll(dir, time.Minute)
 		remove(dir)
 	}()
 	for _, f := range []string{"", "cgroup.procs", "cgroup.subtree_control", "cgroup.threads"} {

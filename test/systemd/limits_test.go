@@ -18,7 +18,7 @@ func TestLimitsOutliveTheSupervisor(t *testing.T) {
 		limits(t)
 		return
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 150*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "linux.uml", "mem=1024M", "rootfstype=hostfs", "rootflags=/", "ro", "init="+os.Getenv("MYPR_TEST_EXE"),
 		"con=null", "con0=null,fd:1", "con1=null", "ssl=null", "random.trust_cpu=1", "quiet", "panic=1",

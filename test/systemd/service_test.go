@@ -318,10 +318,15 @@ func TestStatusLine(t *testing.T) {
 	f := s.serve()
 	f.runs("1", "1")
 	// The manager updates it within a second; a cell that runs longer is in it.
-	f.tool("execute", map[string]any{"code": "import time; time.sleep(2.5)", "wait_ms": 1600})
-	if text := property(t, s.service(), "StatusText"); !strings.Contains(text, "1 clients, 1 cells, kernel ready ") {
+	f.tool("execute", map[string]any{"code": "import asyncio; await asyncio.sleep(3600)", "wait_ms": 0})
+	text := ""
+	for end := time.Now().Add(patience); !strings.Contains(text, "1 clients, 1 cells, kernel ready ") && time.Now().Before(end); {
+		text = property(t, s.service(), "StatusText")
+	}
+	if !strings.Contains(text, "1 clients, 1 cells, kernel ready ") {
 		t.Errorf("STATUS= is %q", text)
 	}
+	s.ok("interrupt")
 }
 
 func TestRestartReloadAndCrashes(t *testing.T) {
@@ -395,7 +400,7 @@ func TestRestartReloadAndCrashes(t *testing.T) {
 
 func TestWatchdog(t *testing.T) {
 	s := enabled(t)
-	s.dropIn("WatchdogSec=2s")
+	s.dropIn("WatchdogSec=5s")
 	f := s.serve()
 	f.runs("x = '"+mark+"'", "")
 	pid := s.mainPID()
@@ -433,7 +438,7 @@ func TestStopInEveryState(t *testing.T) {
 		kill              bool
 	}{
 		{"running", "", "running", false},
-		{"waiting for its restart", "RestartSec=30s", "auto-restart", true},
+		{"waiting for its restart", "RestartSec=300s", "auto-restart", true},
 		{"failed", "Restart=no", "failed", true},
 	} {
 		t.Run(c.name, func(t *testing.T) {

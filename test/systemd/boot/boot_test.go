@@ -25,7 +25,7 @@ import (
 const (
 	stageVariable = "MYPR_BOOT_STAGE"
 	testUser      = "mypr-test"
-	bootTimeout   = 90 * time.Second
+	bootTimeout   = 5 * time.Minute
 )
 
 func TestMain(m *testing.M) {
@@ -124,7 +124,7 @@ FailureAction=exit
 Type=oneshot
 StandardOutput=append:` + log + `
 StandardError=inherit
-TimeoutStartSec=60
+TimeoutStartSec=240
 ExecStart=/bin/sh ` + m.top + `/script
 `
 	prelude := `set -eu
@@ -135,7 +135,7 @@ user() { runuser -u ` + testUser + ` -- env HOME=/home/` + testUser + ` XDG_RUNT
 gone() { python3 -c 'import os,select,sys
 try: fd = os.pidfd_open(int(sys.argv[1]))
 except ProcessLookupError: sys.exit(0)
-sys.exit(not select.select([fd], [], [], 30)[0])' "$1"; }
+sys.exit(not select.select([fd], [], [], 120)[0])' "$1"; }
 `
 	err := errors.Join(os.WriteFile(filepath.Join(m.top, "ci.service"), []byte(unit), 0o644),
 		os.WriteFile(filepath.Join(m.top, "script"), []byte(prelude+script), 0o644), os.WriteFile(log, nil, 0o666), os.Chmod(log, 0o666))
@@ -151,7 +151,7 @@ sys.exit(not select.select([fd], [], [], 30)[0])' "$1"; }
 		t.Fatal(err)
 	}
 	defer func() {
-		cgroup.KillAll(dir, 10*time.Second)
+		cgroup.KillAll(dir, time.Minute)
 		remove(t, dir)
 	}()
 	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
@@ -219,6 +219,7 @@ echo "test: left $(pgrep -u $uid -c || true)"
 		out := m.boot(`
 login "loginctl enable-linger"
 login "$mypr systemd enable $ws; $mypr -C $ws exec 'x = 41'"
+timeout 120 sh -c 'while loginctl list-sessions --no-legend | grep -q ` + testUser + `; do :; done' # logind hears of the end a moment later
 echo "test: sessions $(loginctl list-sessions --no-legend | grep -c ` + testUser + ` || true)"
 login "echo test: x is \$($mypr -C $ws --json=false exec x 2>/dev/null)"
 `)
