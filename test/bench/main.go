@@ -75,7 +75,7 @@ func run() (err error) {
 		run  func() error
 	}{
 		{"execute", b.execute}, {"front end start", b.frontEnd}, {"transient unit", b.transient}, {"output", b.output},
-		{"shell run", b.shellRun}, {"many jobs", b.manyJobs}, {"job output", b.jobOutput}, {"history", b.history},
+		{"shell run", b.shellRun}, {"many jobs", b.manyJobs}, {"job output", b.jobOutput}, {"history", b.history}, {"calls", b.calls},
 		{"kernel start", b.kernel}, {"session start and stop", b.lifecycle}, {"memory", b.memory}, {"idle for 30 s", b.idle},
 	} {
 		if only != "" && only != m.name {

@@ -275,7 +275,7 @@ while time.perf_counter() - begin < %v:
 	}
 	t.Logf("another cell computes for %v s without a turn: the answers to %d calls are seen after %.3f to %.3f s", block, n, first, last)
 	// Had the manager to wait for Python, each would take as long as that computes.
-	if c := shares("without a turn")["fs.stat"]; c.Count != 200 || c.P50MS > block*1000/2 {
+	if c := shares("without a turn")["fs.stat"]; c.Count != 200 || c.P50MS > block*900 {
 		t.Errorf("%+v", c)
 	}
 }
