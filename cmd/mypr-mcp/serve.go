@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"runtime"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -30,6 +31,9 @@ first tool call. The session goes on when this process ends.`,
 }
 
 func (c *cli) serve(ctx context.Context, structured bool) error {
+	// A call goes through several goroutines, one after the other. On one processor each
+	// takes over where the last one stopped; on more, another thread is woken each time.
+	runtime.GOMAXPROCS(1)
 	log := slog.New(slog.NewTextHandler(c.stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	cl := client.New(client.Options{
 		// The workspace is looked at when a tool is called: a server whose directory

@@ -74,7 +74,7 @@ func (c *Client) Init(ctx context.Context, p api.InitParams) (*api.InitResult, e
 func (c *Client) Execute(ctx context.Context, p api.ExecuteParams, progress func(api.Progress)) (*api.ExecResult, error) {
 	made := p.RequestID == nil
 	if made {
-		id := NewID()
+		id := c.RequestID()
 		p.RequestID = &id
 	}
 	defer c.watchProgress(*p.RequestID, progress)()

@@ -34,6 +34,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"strconv"
 	"sync"
 	"time"
 
@@ -106,8 +107,9 @@ type Client struct {
 
 // link is one attached connection.
 type link struct {
-	conn *rpc.Conn
-	id   string
+	conn     *rpc.Conn
+	id       string
+	requests int64 // numbered so far; guarded by Client.mu
 }
 
 // watcher gets the progress of one waiting call; key is its request id or exec id.
@@ -177,6 +179,18 @@ func NewID() string {
 	var b [16]byte
 	_, _ = rand.Read(b[:]) // never fails since Go 1.24
 	return hex.EncodeToString(b[:])
+}
+
+// RequestID makes a request id that no cell of this client has. The manager knows a
+// number of the connection that it comes by to be new without looking.
+func (c *Client) RequestID() string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.link == nil {
+		return NewID()
+	}
+	c.link.requests++
+	return c.link.id + ":" + strconv.FormatInt(c.link.requests, 10)
 }
 
 // request is one call. params is built anew for each sending: what was waited for

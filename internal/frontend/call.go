@@ -237,7 +237,7 @@ func (c *call) execute(ctx context.Context, a args) (o outcome, after func(), er
 	}
 	made := p.RequestID == nil
 	if made {
-		id := client.NewID()
+		id := c.s.client.RequestID()
 		p.RequestID = &id
 	}
 	r, err := c.s.client.Execute(ctx, p, c.heard)

@@ -11,7 +11,8 @@
 //
 // The reader parses messages, answers what needs no session, registers every tool call
 // before it reads on (so that no cancellation can come too early for it) and starts one
-// goroutine per call. The writer is the only one that writes. Run owns all of them.
+// goroutine per call. What the client does not take at once the writer writes. Run owns
+// all of them.
 package frontend
 
 import (
@@ -187,7 +188,7 @@ func openStreams(in, out *os.File) (_ *streams, err error) {
 			st.in.woken = func(int32) error { return errParent }
 		}
 	}
-	return st, nil
+	return st, st.in.watch()
 }
 
 // private duplicates f out of the way of standard descriptors. Its mode (blocking or
@@ -233,6 +234,9 @@ func (st *streams) stopReading() { _, _ = unix.Write(st.in.stop, one) }
 func (st *streams) stopWriting() { _, _ = unix.Write(st.out.stop, one) }
 
 func (st *streams) close() {
+	if st.in != nil && st.in.input != nil {
+		st.in.input.Close()
+	}
 	for _, fd := range st.fds {
 		unix.Close(fd)
 	}

@@ -8,10 +8,12 @@ import (
 	"io"
 	"os"
 	"sync"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"mypr/internal/rpc"
+	"mypr/internal/rpc/readable"
 )
 
 // maxLine bounds one message, in both directions.
@@ -129,20 +131,40 @@ var errStopped = errors.New("stopped")
 // pipeEnd reads or writes a descriptor that may be in blocking mode (a terminal, or
 // a pipe that others have open too, whose mode is not ours to change), and can still
 // be stopped: it waits with poll(2) for the descriptor or the stop event.
+//
+// Reading does not hold a thread while it waits: input is the set of all that it waits for.
 type pipeEnd struct {
 	fd    int
 	stop  int // eventfd
 	other []unix.PollFd
 	woken func(fd int32) error // an entry of other became readable
+	input *readable.Set        // nil for writing
+}
+
+// watch makes a pipe end that reads.
+func (p *pipeEnd) watch() (err error) {
+	fds := []int{p.fd, p.stop}
+	for _, o := range p.other {
+		fds = append(fds, int(o.Fd))
+	}
+	p.input, err = readable.New(fds...)
+	return err
 }
 
 // wait returns when fd is ready for events, or with an error when it was stopped.
 func (p *pipeEnd) wait(events int16) error {
-	fds := make([]unix.PollFd, 0, 4)
+	fds := append(make([]unix.PollFd, 0, 4), unix.PollFd{Fd: int32(p.fd), Events: events}, unix.PollFd{Fd: int32(p.stop), Events: unix.POLLIN})
+	fds = append(fds, p.other...)
 	for {
-		fds = append(fds[:0], unix.PollFd{Fd: int32(p.fd), Events: events}, unix.PollFd{Fd: int32(p.stop), Events: unix.POLLIN})
-		fds = append(fds, p.other...)
-		_, err := unix.Poll(fds, -1)
+		var err error
+		if events == unix.POLLIN {
+			err = p.input.Wait(func() bool {
+				n, _, e := unix.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&fds[0])), uintptr(len(fds)), uintptr(unsafe.Pointer(&unix.Timespec{})), 0, 0, 0)
+				return n != 0 || e != 0
+			})
+		} else {
+			_, err = unix.Poll(fds, -1)
+		}
 		if err == unix.EINTR {
 			continue
 		}
@@ -169,7 +191,7 @@ func (p *pipeEnd) Read(b []byte) (int, error) {
 		if err := p.wait(unix.POLLIN); err != nil {
 			return 0, err
 		}
-		n, err := unix.Read(p.fd, b)
+		n, err := readNow(p.fd, b)
 		switch {
 		case err == unix.EINTR || err == unix.EAGAIN:
 			continue
@@ -182,6 +204,32 @@ func (p *pipeEnd) Read(b []byte) (int, error) {
 		}
 		return n, nil
 	}
+}
+
+// readNow reads what is there. Most descriptors can be asked not to wait in case somebody
+// else has read it meanwhile.
+func readNow(fd int, b []byte) (int, error) {
+	iov := unix.Iovec{Base: &b[0]}
+	iov.SetLen(len(b))
+	n, _, e := unix.RawSyscall6(unix.SYS_PREADV2, uintptr(fd), uintptr(unsafe.Pointer(&iov)), 1, ^uintptr(0), ^uintptr(0), unix.RWF_NOWAIT)
+	switch e {
+	case 0:
+		return int(n), nil
+	case unix.EAGAIN, unix.EINTR:
+		return 0, e
+	}
+	return unix.Read(fd, b)
+}
+
+// writeNow writes what the descriptor takes without waiting, which may be nothing.
+func (p *pipeEnd) writeNow(b []byte) int {
+	iov := unix.Iovec{Base: &b[0]}
+	iov.SetLen(len(b))
+	n, _, e := unix.RawSyscall6(unix.SYS_PWRITEV2, uintptr(p.fd), uintptr(unsafe.Pointer(&iov)), 1, ^uintptr(0), ^uintptr(0), unix.RWF_NOWAIT)
+	if e != 0 {
+		return 0 // whoever waits meets the error again
+	}
+	return int(n)
 }
 
 // Write writes all of b in pieces of 4096 bytes: so much fits without blocking into
@@ -204,16 +252,18 @@ func (p *pipeEnd) Write(b []byte) (int, error) {
 	return done, nil
 }
 
-// outbox is the queue of messages to the client. Its goroutine is the only writer,
-// so whoever has something to say, the reader of requests above all, never waits for
-// a client that does not read. Messages leave in the order of send.
+// outbox is the queue of messages to the client. Whoever has something to say, the reader
+// of requests above all, never waits for a client that does not read: what the pipe does
+// not take at once is the writer's, a goroutine. Messages leave in the order of send.
 type outbox struct {
 	w      io.Writer
-	limit  int           // of bytes unsent
-	broken chan struct{} // closed at the first error
+	now    func([]byte) int // writes what can be written without waiting
+	limit  int              // of bytes unsent
+	broken chan struct{}    // closed at the first error
 
 	mu      sync.Mutex // guards the fields below
 	queue   [][]byte
+	writing bool // the writer has taken messages off the queue
 	size    int
 	err     error
 	closed  bool
@@ -223,6 +273,10 @@ type outbox struct {
 
 func newOutbox(w io.Writer, limit int) *outbox {
 	o := &outbox{w: w, limit: limit, broken: make(chan struct{}), changed: make(chan struct{}, 1), done: make(chan struct{})}
+	o.now = func([]byte) int { return 0 }
+	if p, ok := w.(*pipeEnd); ok {
+		o.now = p.writeNow
+	}
 	go o.run()
 	return o
 }
@@ -243,6 +297,11 @@ func (o *outbox) send(v any) error {
 	case o.size+len(line) > o.limit:
 		o.fail(fmt.Errorf("the client has not read %d bytes of answers", o.size))
 		return o.err
+	}
+	if len(o.queue) == 0 && !o.writing {
+		if line = line[o.now(line):]; len(line) == 0 {
+			return nil
+		}
 	}
 	o.queue = append(o.queue, line)
 	o.size += len(line)
@@ -288,6 +347,7 @@ func (o *outbox) run() {
 			o.mu.Lock()
 			batch, closed, failed := o.queue, o.closed, o.err != nil
 			o.queue = nil
+			o.writing = len(batch) > 0
 			o.mu.Unlock()
 			if failed || len(batch) == 0 {
 				if failed || closed {

@@ -6,7 +6,7 @@
 // peer's user id. It does not know any method: handlers do.
 //
 // Both sides may call each other over one connection. Requests are handled
-// concurrently; a notification is handled before the next frame is read, so
+// concurrently (unless their handler is Prompt); a notification is handled before the next frame is read, so
 // notifications keep their order, and its handler must not block. When the connection ends, the context of every
 // handler still running for it is cancelled and every pending Call fails with
 // ErrClosed.
@@ -33,11 +33,15 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"strconv"
 	"sync"
 	"syscall"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"mypr/internal/rpc/readable"
 )
 
 // MaxFrame bounds one line, in both directions.
@@ -168,6 +172,20 @@ type HandlerFunc func(ctx context.Context, r *Request) (any, error)
 // Handle calls f.
 func (f HandlerFunc) Handle(ctx context.Context, r *Request) (any, error) { return f(ctx, r) }
 
+// Prompt is a Handler that says of some requests that it returns without waiting for
+// anything but the disk. They are handled before the next frame is read, which spares a
+// switch of goroutines. If the answer takes longer, the handler returns Later.
+type Prompt interface {
+	Handler
+	Prompt(method string) bool
+}
+
+// Later is what a handler returns whose answer is not there yet. It is called once, with
+// the function to call when it is, from any goroutine, with what makes the answer; that
+// never waits for a peer that does not read. The handler must see to it that this happens
+// soon after its context ended, for Close waits for it.
+type Later func(answer func(result func() (any, error)))
+
 type frame struct {
 	ID     uint64          `json:"id,omitempty"`
 	Method string          `json:"method,omitempty"`
@@ -200,6 +218,8 @@ func (p Peer) PIDFD() *os.File { return p.fd }
 // broken peer or a malformed frame ends both.
 type Conn struct {
 	sock         *net.UnixConn
+	raw          syscall.RawConn
+	input        *readable.Set // nil: there was no descriptor for it
 	handler      Handler
 	peer         Peer
 	ctx          context.Context
@@ -229,8 +249,11 @@ func NewConn(sock *net.UnixConn, handler Handler) *Conn {
 // newConn makes a connection that does not read yet.
 func newConn(sock *net.UnixConn, peer Peer) *Conn {
 	ctx, cancel := context.WithCancelCause(context.Background())
+	raw, _ := sock.SyscallConn() // fails for a nil connection only
+	var input *readable.Set
+	_ = raw.Control(func(fd uintptr) { input, _ = readable.New(int(fd)) })
 	return &Conn{
-		sock: sock, ctx: ctx, cancel: cancel, peer: peer,
+		sock: sock, raw: raw, input: input, ctx: ctx, cancel: cancel, peer: peer,
 		done:    make(chan struct{}),
 		writing: make(chan struct{}, 1),
 		serving: make(chan struct{}, maxRequests),
@@ -292,10 +315,18 @@ func (c *Conn) Close() error {
 	return nil
 }
 
+// shut ends what waits for the socket, too.
+func (c *Conn) shut() {
+	c.sock.Close()
+	if c.input != nil {
+		c.input.Close()
+	}
+}
+
 // CloseAsync ends the connection without waiting.
 func (c *Conn) CloseAsync() {
 	c.fail(ErrClosed)
-	c.sock.Close()
+	c.shut()
 }
 
 func (c *Conn) fail(err error) {
@@ -428,19 +459,105 @@ func marshal(v any) (json.RawMessage, error) {
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n")), nil
 }
 
+// line encodes a frame for sending.
+func (f *frame) line() ([]byte, error) {
+	b := make([]byte, 0, 64+len(f.Method)+len(f.Params)+len(f.Result))
+	comma := byte('{')
+	key := func(name string) {
+		b = append(append(append(append(b, comma), '"'), name...), '"', ':')
+		comma = ','
+	}
+	if f.ID != 0 {
+		key("id")
+		b = strconv.AppendUint(b, f.ID, 10)
+	}
+	if f.Method != "" {
+		key("method")
+		b = append(append(append(b, '"'), f.Method...), '"') // methods are plain names
+	}
+	if len(f.Params) > 0 {
+		key("params")
+		b = append(b, f.Params...)
+	}
+	if len(f.Result) > 0 {
+		key("result")
+		b = append(b, f.Result...)
+	}
+	if f.Error != nil {
+		raw, err := marshal(f.Error)
+		if err != nil {
+			return nil, err
+		}
+		key("error")
+		b = append(b, raw...)
+	}
+	if f.Cancel != 0 {
+		key("cancel")
+		b = strconv.AppendUint(b, f.Cancel, 10)
+	}
+	if f.FDs != 0 {
+		key("fds")
+		b = strconv.AppendInt(b, int64(f.FDs), 10)
+	}
+	b = append(b, '}', '\n')
+	if len(b) > MaxFrame {
+		return nil, Errorf(CodeTooLarge, "a message of %d bytes is over the limit of %d", len(b), MaxFrame)
+	}
+	return b, nil
+}
+
+// decode reads a frame. Nearly all are requests and results as line writes them, which
+// need not be taken apart twice.
+func (f *frame) decode(line []byte) error {
+	if f.plain(line) {
+		return nil
+	}
+	*f = frame{}
+	return json.Unmarshal(line, f)
+}
+
+func (f *frame) plain(line []byte) bool {
+	rest, ok := bytes.CutPrefix(line, []byte(`{"id":`))
+	n := 0
+	for n < len(rest) && n < 18 && '0' <= rest[n] && rest[n] <= '9' {
+		f.ID = 10*f.ID + uint64(rest[n]-'0')
+		n++
+	}
+	if !ok || n == 0 || rest[0] == '0' {
+		return false
+	}
+	rest = rest[n:]
+	body := &f.Result
+	if name, ok := bytes.CutPrefix(rest, []byte(`,"method":"`)); ok {
+		n := 0
+		for n < len(name) && ('a' <= name[n] && name[n] <= 'z' || name[n] == '_' || name[n] == '.') {
+			n++
+		}
+		f.Method = string(name[:n])
+		if rest, ok = bytes.CutPrefix(name[n:], []byte(`","params":`)); !ok {
+			return false
+		}
+		body = &f.Params
+	} else if rest, ok = bytes.CutPrefix(rest, []byte(`,"result":`)); !ok {
+		return false
+	}
+	rest, ok = bytes.CutSuffix(rest, []byte{'}'})
+	if !ok || !json.Valid(rest) {
+		return false
+	}
+	*body = bytes.Clone(rest)
+	return true
+}
+
 // write sends one frame. When ctx ends before a byte of it was taken, nothing happened.
 func (c *Conn) write(ctx context.Context, f frame, files []*os.File) error {
 	if len(files) > maxFDs {
 		return Errorf(CodeTooLarge, "a message carries at most %d descriptors, not %d", maxFDs, len(files))
 	}
 	f.FDs = len(files)
-	line, err := marshal(f)
+	line, err := f.line()
 	if err != nil {
 		return err
-	}
-	line = append(line, '\n')
-	if len(line) > MaxFrame {
-		return Errorf(CodeTooLarge, "a message of %d bytes is over the limit of %d", len(line), MaxFrame)
 	}
 	var rights []byte
 	if len(files) > 0 {
@@ -459,12 +576,70 @@ func (c *Conn) write(ctx context.Context, f frame, files []*os.File) error {
 		return ctx.Err()
 	}
 	defer func() { <-c.writing }()
+	n := 0
+	if rights == nil {
+		n = c.sendNow(line)
+	}
+	return c.send(ctx, line, n, rights)
+}
+
+// writeNow is write for somebody who must not wait: a goroutine does that if need be.
+// The connection must have a request that is not answered yet.
+func (c *Conn) writeNow(f frame) error {
+	line, err := f.line()
+	if err != nil {
+		return err
+	}
+	n := 0
+	select {
+	case c.writing <- struct{}{}:
+		if n = c.sendNow(line); n == len(line) {
+			<-c.writing
+			return nil
+		}
+	default:
+		n = -1
+	}
+	c.wg.Go(func() {
+		if n < 0 {
+			select {
+			case c.writing <- struct{}{}:
+				n = 0
+			case <-c.ctx.Done():
+				return
+			}
+		}
+		_ = c.send(c.ctx, line, n, nil)
+		<-c.writing
+	})
+	return nil
+}
+
+// sendNow sends what the socket takes at once and returns how much that was. The raw
+// system call does not tell the scheduler, which would wake its monitor thread for a
+// call that never waits.
+func (c *Conn) sendNow(b []byte) (n int) {
+	_ = c.raw.Write(func(fd uintptr) bool {
+		r, _, e := unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
+		if e == 0 {
+			n = int(r)
+		}
+		return true // whoever waits for room meets the error again
+	})
+	return n
+}
+
+// send sends the line from its byte begun on. Called with the token of writing.
+func (c *Conn) send(ctx context.Context, line []byte, begun int, rights []byte) (err error) {
+	total := len(line)
+	if line = line[begun:]; len(line) == 0 {
+		return nil
+	}
 	expired := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		_ = c.sock.SetWriteDeadline(time.Unix(1, 0))
 		close(expired)
 	})
-	total := len(line)
 	if rights != nil {
 		// Ancillary data needs at least one byte to ride on; the rest follows as plain bytes.
 		var n int
@@ -500,12 +675,12 @@ func rawFD(f *os.File) (int, error) {
 // writeFailed ends a connection whose stream may hold half a frame.
 func (c *Conn) writeFailed(err error) {
 	c.fail(err)
-	c.sock.Close()
+	c.shut()
 }
 
 func (c *Conn) read() {
 	defer close(c.done)
-	r := &reader{sock: c.sock}
+	r := &reader{raw: c.raw, input: c.input}
 	var err error
 	for {
 		var f frame
@@ -519,7 +694,7 @@ func (c *Conn) read() {
 	}
 	closeAll(r.files)
 	c.fail(err)
-	c.sock.Close()
+	c.shut()
 	if c.peer.fd != nil {
 		c.peer.fd.Close()
 	}
@@ -569,7 +744,11 @@ func (c *Conn) dispatch(f frame, files []*os.File) error {
 			return context.Cause(c.ctx)
 		}
 		c.wg.Add(1)
-		go c.serve(ctx, cancel, f, files)
+		if h, ok := c.handler.(Prompt); ok && h.Prompt(f.Method) {
+			c.serve(ctx, cancel, f, files)
+		} else {
+			go c.serve(ctx, cancel, f, files)
+		}
 		return nil
 	case f.ID != 0:
 		c.mu.Lock()
@@ -596,9 +775,6 @@ func closeAll(files []*os.File) {
 }
 
 func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, files []*os.File) {
-	defer c.wg.Done()
-	defer cancel()
-	defer func() { <-c.serving }()
 	var value any
 	var err error
 	if c.handler == nil {
@@ -607,6 +783,22 @@ func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, fi
 	} else {
 		value, err = c.handle(ctx, &Request{Method: f.Method, Params: f.Params, Files: files, Conn: c})
 	}
+	later, ok := value.(Later)
+	if err != nil || !ok {
+		c.answer(cancel, f, value, err, c.write)
+		return
+	}
+	later(func(result func() (any, error)) {
+		value, err := guard(f.Method, result)
+		c.answer(cancel, f, value, err, func(_ context.Context, f frame, _ []*os.File) error { return c.writeNow(f) })
+	})
+}
+
+// answer ends a request that was served.
+func (c *Conn) answer(cancel context.CancelFunc, f frame, value any, err error, write func(context.Context, frame, []*os.File) error) {
+	defer c.wg.Done()
+	defer cancel()
+	defer func() { <-c.serving }()
 	c.mu.Lock()
 	delete(c.running, f.ID)
 	c.mu.Unlock()
@@ -636,32 +828,37 @@ func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, fi
 		out.Result = json.RawMessage("null")
 	}
 	if out.Error != nil {
-		_ = c.write(c.ctx, out, nil)
+		_ = write(c.ctx, out, nil)
 		return
 	}
-	if err := c.write(c.ctx, out, send); err != nil && c.Err() == nil { // too large, or a file that is closed
+	if err := write(c.ctx, out, send); err != nil && c.Err() == nil { // too large, or a file that is closed
 		e := AsError(err)
 		e.Operation = f.Method
-		_ = c.write(c.ctx, frame{ID: f.ID, Error: e}, nil)
+		_ = write(c.ctx, frame{ID: f.ID, Error: e}, nil)
 	}
 }
 
-// handle turns a panic of a handler into an error of that one request.
-func (c *Conn) handle(ctx context.Context, r *Request) (value any, err error) {
+func (c *Conn) handle(ctx context.Context, r *Request) (any, error) {
+	return guard(r.Method, func() (any, error) { return c.handler.Handle(ctx, r) })
+}
+
+// guard turns a panic of a handler into an error of that one request.
+func guard(method string, f func() (any, error)) (value any, err error) {
 	defer func() {
 		if p := recover(); p != nil {
-			value, err = nil, Errorf(CodeInternal, "%s: internal error: %v", r.Method, p)
-			onPanic(r.Method, p)
+			value, err = nil, Errorf(CodeInternal, "%s: internal error: %v", method, p)
+			onPanic(method, p)
 		}
 	}()
-	return c.handler.Handle(ctx, r)
+	return f()
 }
 
 var errTooLong = fmt.Errorf("malformed frame: over the limit of %d bytes", MaxFrame)
 
 // reader splits the stream into frames and hands each the descriptors it names.
 type reader struct {
-	sock  *net.UnixConn
+	raw   syscall.RawConn
+	input *readable.Set
 	buf   []byte
 	start int // of the unread part of buf
 	scan  int // where the search for the newline goes on
@@ -682,7 +879,7 @@ func (r *reader) next() (frame, []*os.File, error) {
 				continue
 			}
 			var f frame
-			if err := json.Unmarshal(line, &f); err != nil {
+			if err := f.decode(line); err != nil {
 				return f, nil, fmt.Errorf("malformed frame: %w", err)
 			}
 			if f.FDs < 0 || f.FDs > len(r.files) {
@@ -718,7 +915,7 @@ func (r *reader) fill() error {
 	if r.oob == nil {
 		r.oob = make([]byte, unix.CmsgSpace(4*maxFDs))
 	}
-	n, oobn, flags, _, err := r.sock.ReadMsgUnix(r.buf[len(r.buf):cap(r.buf)], r.oob)
+	n, oobn, flags, err := r.receive(r.buf[len(r.buf):cap(r.buf)])
 	if oobn > 0 {
 		if perr := r.take(r.oob[:oobn]); perr != nil {
 			return perr
@@ -727,17 +924,59 @@ func (r *reader) fill() error {
 	if flags&unix.MSG_CTRUNC != 0 {
 		return errors.New("malformed frame: too many descriptors at once")
 	}
-	if errors.Is(err, io.EOF) { // wrapped by package net
+	if err != nil {
+		return err
+	}
+	if n == 0 {
 		if r.start < len(r.buf) {
 			return io.ErrUnexpectedEOF
 		}
 		return io.EOF
 	}
-	if err != nil {
-		return err
-	}
 	r.buf = r.buf[:len(r.buf)+n]
 	return nil
+}
+
+// receive waits for bytes and the descriptors that ride on them; see sendNow for why the
+// system call is raw.
+func (r *reader) receive(b []byte) (n, oobn, flags int, err error) {
+	iov := unix.Iovec{Base: &b[0]}
+	iov.SetLen(len(b))
+	var msg unix.Msghdr
+	try := func(fd uintptr) bool {
+		for {
+			msg = unix.Msghdr{Iov: &iov, Control: &r.oob[0]}
+			msg.SetIovlen(1)
+			msg.SetControllen(len(r.oob))
+			got, _, e := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&msg)), unix.MSG_CMSG_CLOEXEC|unix.MSG_DONTWAIT)
+			switch e {
+			case unix.EAGAIN:
+				return false
+			case unix.EINTR:
+				continue
+			case 0:
+				n, oobn, flags = int(got), int(msg.Controllen), int(msg.Flags)
+			default:
+				err = os.NewSyscallError("recvmsg", e)
+			}
+			return true
+		}
+	}
+	var failed error
+	if r.input == nil {
+		failed = r.raw.Read(try)
+	} else {
+		var closed error
+		failed = r.input.Wait(func() (got bool) {
+			closed = r.raw.Control(func(fd uintptr) { got = try(fd) })
+			return got || closed != nil
+		})
+		failed = errors.Join(failed, closed)
+	}
+	if failed != nil {
+		err = failed
+	}
+	return n, oobn, flags, err
 }
 
 func (r *reader) take(oob []byte) error {
@@ -754,7 +993,6 @@ func (r *reader) take(oob []byte) error {
 			return err
 		}
 		for _, fd := range fds {
-			// ReadMsgUnix sets MSG_CMSG_CLOEXEC since Go 1.10.
 			r.files = append(r.files, os.NewFile(uintptr(fd), "received"))
 		}
 	}

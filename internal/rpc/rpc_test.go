@@ -633,7 +633,7 @@ func TestFrameLimitWithinOneRead(t *testing.T) {
 	a, b := socketpair(t)
 	defer a.Close()
 	defer b.Close()
-	r := &reader{sock: a, buf: make([]byte, MaxFrame-100, MaxFrame+8192)}
+	r := &reader{raw: rawOf(t, a), buf: make([]byte, MaxFrame-100, MaxFrame+8192)}
 	if _, err := b.Write(append(bytes.Repeat([]byte("x"), 200), '\n')); err != nil {
 		t.Fatal(err)
 	}
@@ -921,6 +921,15 @@ func FuzzReaderChunks(f *testing.F) {
 	})
 }
 
+func rawOf(t *testing.T, c *net.UnixConn) syscall.RawConn {
+	t.Helper()
+	raw, err := c.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return raw
+}
+
 func split(t *testing.T, data []byte, chunk int) (out []string, err error) {
 	a, b := socketpair(t)
 	defer a.Close()
@@ -934,7 +943,7 @@ func split(t *testing.T, data []byte, chunk int) (out []string, err error) {
 			data = data[n:]
 		}
 	}()
-	r := &reader{sock: a}
+	r := &reader{raw: rawOf(t, a)}
 	for {
 		f, files, err := r.next()
 		closeAll(files)
@@ -947,6 +956,112 @@ func split(t *testing.T, data []byte, chunk int) (out []string, err error) {
 			return out, err
 		}
 		out = append(out, string(line))
+	}
+}
+
+// The short way to decode a frame and the long one agree.
+func FuzzPlainFrame(f *testing.F) {
+	for _, s := range []string{`{"id":1,"method":"echo","params":[1,2]}`, `{"id":12,"result":null}`, `{"id":1,"method":"echo","params":{"a":1},"fds":1}`, `{"id":1,"result":1,"id":2}`,
+		`{"id":01,"result":1}`, `{"id":0,"result":1}`, `{"id":1,"method":"a\u0062","params":1}`, `{"id":999999999999999999,"result":1}`, `{"id":1,"result":}`, `{"id":1,"result":1}}`} {
+		f.Add([]byte(s))
+	}
+	f.Fuzz(func(t *testing.T, line []byte) {
+		var short, long frame
+		if !short.plain(line) {
+			return
+		}
+		if err := json.Unmarshal(line, &long); err != nil {
+			t.Fatalf("%s: accepted, but %v", line, err)
+		}
+		short.Params, short.Result = bytes.TrimSpace(short.Params), bytes.TrimSpace(short.Result)
+		if short.ID != long.ID || short.Method != long.Method || !bytes.Equal(short.Params, long.Params) || !bytes.Equal(short.Result, long.Result) || long.Error != nil || long.Cancel+uint64(long.FDs) != 0 {
+			t.Fatalf("%s: %+v, not %+v", line, short, long)
+		}
+	})
+}
+
+// prompt answers "later" through the channel that it sends, the rest at once.
+type prompt struct {
+	later chan func(func() (any, error))
+}
+
+func (prompt) Prompt(method string) bool { return method != "slow" }
+
+func (p prompt) Handle(ctx context.Context, r *Request) (any, error) {
+	switch r.Method {
+	case "later":
+		return Later(func(answer func(func() (any, error))) { p.later <- answer }), nil
+	case "slow":
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	return r.Method, nil
+}
+
+func TestLater(t *testing.T) {
+	h := prompt{make(chan func(func() (any, error)), 8)}
+	c, _ := pair(t, nil, h)
+	call := func(method string) chan error {
+		done := make(chan error, 1)
+		go func() {
+			var got string
+			err := c.Call(context.Background(), method, nil, &got)
+			if err == nil && got != method {
+				err = fmt.Errorf("got %q", got)
+			}
+			done <- err
+		}()
+		return done
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	slow := make(chan error, 1)
+	go func() { slow <- c.Call(ctx, "slow", nil, nil) }()
+	first := call("later")
+	answer := <-h.later
+	if err := <-call("now"); err != nil { // it does not wait for the others
+		t.Error(err)
+	}
+	answer(func() (any, error) { return "later", nil })
+	if err := <-first; err != nil {
+		t.Error(err)
+	}
+	bad := call("later")
+	(<-h.later)(func() (any, error) { panic("boom") })
+	if err := <-bad; CodeOf(err) != CodeInternal {
+		t.Errorf("a panic: %v", err)
+	}
+	cancel()
+	if err := <-slow; !errors.Is(err, context.Canceled) {
+		t.Errorf("slow: %v", err)
+	}
+}
+
+// An answer to a peer that does not read holds up nobody, and arrives whole.
+func TestLaterToAPeerThatDoesNotRead(t *testing.T) {
+	h := prompt{make(chan func(func() (any, error)), 8)}
+	_, b := raw(t, h)
+	const size = 4 << 20
+	for i := 1; i <= 3; i++ {
+		fmt.Fprintf(b, `{"id":%d,"method":"later","params":null}`+"\n", i)
+	}
+	for range 3 {
+		(<-h.later)(func() (any, error) { return strings.Repeat("x", size), nil })
+	}
+	in := bufio.NewReader(b)
+	seen := map[uint64]bool{}
+	for range 3 {
+		line, err := in.ReadBytes('\n')
+		var f frame
+		if err == nil {
+			err = json.Unmarshal(line, &f)
+		}
+		if err != nil || len(f.Result) != size+2 {
+			t.Fatalf("%d bytes: %v", len(f.Result), err)
+		}
+		seen[f.ID] = true
+	}
+	if len(seen) != 3 {
+		t.Errorf("answers %v", seen)
 	}
 }
 

@@ -3,6 +3,8 @@ package manager
 import (
 	"context"
 	"errors"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -48,19 +50,20 @@ type connection struct {
 	initMu sync.Mutex // one init at a time; taken before Manager.mu
 
 	// The fields below are guarded by Manager.mu.
-	attached  bool
-	id        string
-	kind      string
-	name      string
-	version   string
-	progress  bool
-	since     time.Time
-	activity  time.Time
-	client    *client
-	told      int64  // row of the last generation whose end this connection was told of
-	runtime   string // key of the runtime block that it was shown last
-	guided    bool   // it was given the instructions
-	mailShown int64  // newest message that an answer to it has counted
+	attached    bool
+	id          string
+	kind        string
+	name        string
+	version     string
+	progress    bool
+	since       time.Time
+	activity    time.Time
+	client      *client
+	told        int64  // row of the last generation whose end this connection was told of
+	runtime     string // key of the runtime block that it was shown last
+	guided      bool   // it was given the instructions
+	mailShown   int64  // newest message that an answer to it has counted
+	lastRequest uint64 // highest number of a request id that was fresh
 }
 
 // client is a logical client while a connection is bound to it.
@@ -76,6 +79,37 @@ func (m *Manager) newConnection(c *rpc.Conn) rpc.Handler {
 	conn := &connection{m: m, rpc: c}
 	context.AfterFunc(c.Context(), conn.ended)
 	return conn
+}
+
+// Prompt implements rpc.Prompt: a cell is admitted at once unless something is wrong.
+func (c *connection) Prompt(method string) bool {
+	if method != api.MethodExecute {
+		return false
+	}
+	m := c.m
+	select {
+	case <-m.opened:
+	default:
+		return false
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.storageErr == nil && m.restarting == nil
+}
+
+// fresh reports whether a request id cannot have been used before: front ends number the
+// requests of a connection and put its id before the number. Called with mu held.
+func (c *connection) fresh(id string) bool {
+	number, ok := strings.CutPrefix(id, c.id+":")
+	if !ok {
+		return false
+	}
+	n, err := strconv.ParseUint(number, 10, 63)
+	if err != nil || n <= c.lastRequest {
+		return false
+	}
+	c.lastRequest = n
+	return true
 }
 
 // Handle implements rpc.Handler.

@@ -75,7 +75,7 @@ func (m *Manager) recordDetail(p api.RecordParams) (*recordDetail, error) {
 	if e.Kind == kindTask {
 		budget = detailBytes
 	}
-	page, total, err := m.journalPage(e.ID, 0, budget)
+	page, total, err := m.journalPage(e, 0, budget)
 	if err != nil {
 		return nil, err
 	}
@@ -97,7 +97,7 @@ func (m *Manager) savedOutput(p outputParams) (*outputPage, error) {
 	if err != nil {
 		return nil, err
 	}
-	page, total, err := m.journalPage(e.ID, p.Cursor, budget)
+	page, total, err := m.journalPage(e, p.Cursor, budget)
 	if err != nil {
 		return nil, err
 	}
@@ -111,12 +111,21 @@ func (m *Manager) savedOutput(p outputParams) (*outputPage, error) {
 }
 
 // journalPage reads what is visible of a journal, in memory or on disk.
-func (m *Manager) journalPage(id string, cursor int64, budget int) (journal.Page, int64, error) {
+func (m *Manager) journalPage(e *store.Entity, cursor int64, budget int) (journal.Page, int64, error) {
 	m.mu.Lock()
-	r := m.runs[id]
+	r := m.runs[e.ID]
 	m.mu.Unlock()
 	if r != nil {
 		return m.pageOf(r, cursor, budget)
 	}
-	return m.runsDir.Read(id, cursor, budget)
+	return m.readJournal(e, cursor, budget)
+}
+
+// readJournal reads the journal of an execution that has ended from the record or its file.
+func (m *Manager) readJournal(e *store.Entity, cursor int64, budget int) (journal.Page, int64, error) {
+	if len(e.Journal) > 0 {
+		p, total := journal.ReadPacked(e.Journal, cursor, budget)
+		return p, total, nil
+	}
+	return m.runsDir.Read(e.ID, cursor, budget)
 }

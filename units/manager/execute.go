@@ -63,7 +63,9 @@ func budgetOf(op string, bytes *int64) (int, error) {
 	return int(*bytes), nil
 }
 
-func (c *connection) execute(ctx context.Context, p api.ExecuteParams) (*answer, error) {
+// execute takes a cell. It answers later: most cells are over in a moment, and then who
+// sees their end answers. The others get a goroutine that waits.
+func (c *connection) execute(ctx context.Context, p api.ExecuteParams) (any, error) {
 	m := c.m
 	budget, err := budgetOf("execute", p.MaxBytes)
 	if err != nil {
@@ -80,33 +82,95 @@ func (c *connection) execute(ctx context.Context, p api.ExecuteParams) (*answer,
 	if err := m.opts.Workspace.Check(); err != nil {
 		return nil, err
 	}
+	wait, clamped := waitFor(p.WaitMS, m.opts.Limits.ExecuteWaitMS)
 	r, replayed, err := m.admit(c, p)
-	for errors.Is(err, errRestarting) {
-		if err := m.awaitRestart(ctx); err != nil {
-			return nil, err
-		}
-		r, replayed, err = m.admit(c, p)
-	}
-	if err != nil {
+	if err != nil && !errors.Is(err, errRestarting) {
 		return nil, err
 	}
-	requestID := ""
-	if p.RequestID != nil {
-		requestID = *p.RequestID
-	}
-	wait, clamped := waitFor(p.WaitMS, m.opts.Limits.ExecuteWaitMS)
-	var a *answer
-	if r == nil { // a replay of one that is not in memory: it has ended
-		a, err = c.pageOfEnded(replayed, 0, budget)
-	} else {
-		c.wait(ctx, r, wait, requestID, func() (bool, <-chan struct{}) { return r.doneIs, r.done })
-		a, err = c.page(r, 0, budget)
-	}
-	if err == nil {
+	result := func(patient bool) (any, error) {
+		for errors.Is(err, errRestarting) {
+			if err := m.awaitRestart(ctx); err != nil {
+				return nil, err
+			}
+			r, replayed, err = m.admit(c, p)
+		}
+		if err != nil {
+			return nil, err
+		}
+		var a *answer
+		if r == nil { // a replay of one that is not in memory: it has ended
+			a, err = c.pageOfEnded(replayed, 0, budget)
+		} else {
+			if patient {
+				requestID := ""
+				if p.RequestID != nil {
+					requestID = *p.RequestID
+				}
+				c.wait(ctx, r, wait, requestID, func() (bool, <-chan struct{}) { return r.doneIs, r.done })
+			}
+			a, err = c.page(r, 0, budget)
+		}
+		if err != nil {
+			return nil, err
+		}
 		a.Replayed, a.ClampedWaitMS = replayed != nil, clamped
+		return a, nil
 	}
-	return a, err
+	return rpc.Later(func(answer func(func() (any, error))) {
+		now := func() { answer(func() (any, error) { return result(false) }) }
+		late := func() { answer(func() (any, error) { return result(true) }) }
+		if err != nil || r == nil || wait < soon || !c.whenOver(r, now, late) {
+			go late()
+		}
+	}), nil
 }
+
+// soon is how long the end of a cell is awaited, at most, without a goroutine.
+const soon = 50 * time.Millisecond
+
+// whenOver calls over at the end of the cell, on the goroutine of whoever sees it, or
+// late, on one of its own, if the cell takes longer or its answer is not made in a
+// moment. It reports false, and calls neither, when it is of no use.
+//
+// All such cells share a timer: one for each would wake another thread for each.
+func (c *connection) whenOver(r *run, over, late func()) bool {
+	m := c.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if r.doneIs || m.ending || r.over != nil || c.client == nil || c.client.unread > 0 {
+		return false
+	}
+	r.over = func(ended bool) func() {
+		r.over = nil
+		if !ended || r.JournalBytes > promptBytes || c.client == nil || c.client.unread > 0 {
+			return func() { go late() }
+		}
+		return over
+	}
+	if m.overTimer == nil {
+		m.overTimer = time.AfterFunc(soon, m.notSoon)
+	}
+	return true
+}
+
+// notSoon gives calls that wait for the end of a cell a goroutine of their own.
+func (m *Manager) notSoon() {
+	m.mu.Lock()
+	m.overTimer = nil
+	var list []func()
+	for _, r := range m.live {
+		if r.over != nil {
+			list = append(list, r.over(false))
+		}
+	}
+	m.mu.Unlock()
+	for _, f := range list {
+		f()
+	}
+}
+
+// promptBytes is the output up to which a page of it is made while others wait.
+const promptBytes = 16 << 10
 
 // admit records a new execution and gives it to the kernel, or finds the one that the
 // request id stands for. Either run is set or, for one that was forgotten, replayed.
@@ -144,7 +208,13 @@ func (m *Manager) admit(c *connection, p api.ExecuteParams) (*run, *store.Entity
 	if id := p.RequestID; id != nil {
 		release := m.claimRequest(client, *id)
 		defer release()
-		known, err := m.store.Known(client, *id)
+		m.mu.Lock()
+		fresh := c.fresh(*id)
+		m.mu.Unlock()
+		known, err := false, error(nil)
+		if !fresh {
+			known, err = m.store.Known(client, *id)
+		}
 		if err != nil {
 			err = storageError(err, "execute: the records could not be read; nothing was run")
 		}
@@ -423,7 +493,7 @@ func (c *connection) page(r *run, cursor int64, budget int) (*answer, error) {
 // pageOfEnded answers for an execution that is not in memory any more.
 func (c *connection) pageOfEnded(e *store.Entity, cursor int64, budget int) (*answer, error) {
 	a := c.m.newAnswer(e, &budget)
-	p, total, err := c.m.runsDir.Read(e.ID, cursor, budget)
+	p, total, err := c.m.readJournal(e, cursor, budget)
 	switch {
 	case err != nil:
 		a.Warnings = append(a.Warnings, api.Warning{Code: "journal_unreadable", Text: "the saved output cannot be read: " + err.Error()})

@@ -19,6 +19,7 @@ import (
 	"mypr/kernel/wire"
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
+	"mypr/units/manager/journal"
 	"mypr/units/manager/store"
 )
 
@@ -1039,7 +1040,14 @@ func (m *Manager) resume() error {
 func (m *Manager) takeUp(e *store.Entity) {
 	r := m.newRun(*e)
 	r.admitted = true
-	log, err := m.runsDir.Resume(e.ID, e.JournalBytes)
+	resume := func() (*journal.Log, error) {
+		if len(e.Journal) > 0 {
+			return m.runsDir.ResumePacked(e.ID, e.Journal, e.JournalBytes)
+		}
+		return m.runsDir.Resume(e.ID, e.JournalBytes)
+	}
+	log, err := resume()
+	e.Journal, r.Journal, r.next.Journal = nil, nil, nil
 	if err != nil {
 		m.log.Error("journal cannot be taken up", "exec", e.ID, "error", err)
 		_ = m.runsDir.Abandon(e.ID)

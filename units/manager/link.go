@@ -10,11 +10,13 @@ import (
 	"os"
 	"sync"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"mypr/internal/api"
 	"mypr/internal/rpc"
+	"mypr/internal/rpc/readable"
 	"mypr/kernel/wire"
 	"mypr/supervisor/control"
 	"mypr/units/manager/store"
@@ -28,6 +30,8 @@ const (
 	// the disk refuses. Beyond it the manager stops reading, the kernel's ring fills,
 	// and whoever prints waits.
 	maxUnstored = 8 << 20
+	ackDelay    = 20 * time.Millisecond
+	ackBytes    = 64 << 10 // of events that are acknowledged at once
 )
 
 // link is the connection of one kernel. It owns the socket, its reader, the queue of
@@ -41,6 +45,7 @@ type link struct {
 	}
 	generation string
 	hello      *wire.FromKernel
+	input      *readable.Socket
 	in         *wire.Reader
 	done       chan struct{} // the reader has returned; everything it read is staged
 	wg         sync.WaitGroup
@@ -57,6 +62,9 @@ type link struct {
 	out        []byte
 	writing    bool
 	closed     bool
+	ack        int64 // events up to here are durable and not acknowledged; 0: none
+	ackBytes   int   // of their text
+	ackTimer   *time.Timer
 	nextID     int64
 	interrupts map[int64]chan string
 	calls      map[int64]context.CancelFunc
@@ -91,12 +99,21 @@ func (m *Manager) acceptKernel() {
 // serveKernel runs one connection from hello to its end.
 func (m *Manager) serveKernel(sock *net.UnixConn, number int64) error {
 	defer sock.Close()
-	stop := context.AfterFunc(m.ctx, func() { sock.Close() })
-	defer stop()
 	raw, err := sock.SyscallConn()
 	if err != nil {
 		return err
 	}
+	input, err := readable.NewSocket(raw)
+	if err != nil {
+		return err
+	}
+	defer input.Close()
+	shut := func() {
+		sock.Close()
+		input.Close()
+	}
+	stop := context.AfterFunc(m.ctx, shut)
+	defer stop()
 	var cred *unix.Ucred
 	if e := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); e != nil {
 		err = e
@@ -107,14 +124,14 @@ func (m *Manager) serveKernel(sock *net.UnixConn, number int64) error {
 	if int(cred.Uid) != os.Getuid() {
 		return fmt.Errorf("refused: user id %d is not ours", cred.Uid)
 	}
-	l := &link{m: m, number: number, sock: sock, raw: raw, in: wire.NewReader(sock), done: make(chan struct{}), hello: &wire.FromKernel{},
+	l := &link{m: m, number: number, sock: sock, raw: raw, input: input, in: wire.NewReader(input), done: make(chan struct{}), hello: &wire.FromKernel{},
 		changes: map[string]*change{}, interrupts: map[int64]chan string{}, calls: map[int64]context.CancelFunc{}}
 	l.room.L = &l.mu
-	_ = sock.SetReadDeadline(time.Now().Add(helloTimeout))
+	silent := time.AfterFunc(helloTimeout, shut)
 	if err := l.in.Next(l.hello); err != nil {
 		return fmt.Errorf("no hello: %w", err)
 	}
-	_ = sock.SetReadDeadline(time.Time{})
+	silent.Stop()
 	reject := func(format string, args ...any) error {
 		reason := fmt.Sprintf(format, args...)
 		l.send(wire.Reject{Type: wire.TypeReject, Reason: reason})
@@ -361,32 +378,68 @@ func (l *link) flush() {
 		l.unstored -= size
 		l.room.Broadcast()
 		l.mu.Unlock()
-		l.send(wire.Ack{Type: wire.TypeAck, Seq: seq})
+		l.acknowledge(seq, size)
 	})
 	op.Change.Generation, op.Change.Acked = l.generation, seq
 	op.Lazy = lazy
 	m.store.Submit(op)
 }
 
+// acknowledge tells the kernel that events are durable. Each message wakes a process, so
+// that waits for another message to ride on, for a lot of events, or for a moment.
+func (l *link) acknowledge(seq int64, size int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.ack = seq
+	if l.ackBytes += size; l.ackBytes > ackBytes {
+		l.sendLocked(nil)
+	} else if l.ackTimer == nil && !l.closed {
+		l.ackTimer = time.AfterFunc(ackDelay, func() {
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			l.ackTimer = nil
+			if l.ack > 0 {
+				l.sendLocked(nil)
+			}
+		})
+	}
+}
+
 // send writes a message without blocking; what the socket does not take at once
 // follows from a goroutine.
 func (l *link) send(msg any) {
-	line, err := wire.Encode(nil, msg)
-	if err != nil {
-		l.m.log.Error("message to the kernel not sent", "error", err)
-		return
-	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.sendLocked(msg)
+}
+
+// sendLocked sends a message, or nil for what is to be acknowledged alone.
+func (l *link) sendLocked(msg any) {
 	if l.closed {
+		return
+	}
+	var line []byte
+	var err error
+	if l.ack > 0 {
+		line, err = wire.Encode(line, wire.Ack{Type: wire.TypeAck, Seq: l.ack})
+		l.ack, l.ackBytes = 0, 0
+	}
+	if err == nil && msg != nil {
+		line, err = wire.Encode(line, msg)
+	}
+	if err != nil {
+		l.m.log.Error("message to the kernel not sent", "error", err)
+	}
+	if len(line) == 0 {
 		return
 	}
 	if !l.writing {
 		n := 0
 		_ = l.raw.Write(func(fd uintptr) bool {
-			var err error
-			if n, err = unix.SendmsgN(int(fd), line, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL); err != nil {
-				n = 0 // the goroutine meets the error again
+			// Raw: see rpc.Conn.sendNow.
+			r, _, e := unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&line[0])), uintptr(len(line)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
+			if e == 0 { // else the goroutine meets the error again
+				n = int(r)
 			}
 			return true
 		})
@@ -431,12 +484,16 @@ func (l *link) flushOut() {
 // close ends the connection; the reader then returns.
 func (l *link) close() {
 	l.sock.Close()
+	l.input.Close()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {
 		return
 	}
 	l.closed = true
+	if l.ackTimer != nil {
+		l.ackTimer.Stop()
+	}
 	l.room.Broadcast()
 	for _, cancel := range l.calls {
 		cancel()

@@ -170,6 +170,7 @@ type Manager struct {
 	arrivals    map[string]chan struct{} // closed at a client's next message; for ws.messages.read
 	logChanged  chan struct{}            // closed and replaced when log lines were added and somebody waits
 	logWaiters  int
+	overTimer   *time.Timer // of whenOver; nil: no call waits, or not for long
 	statusTimer *time.Timer
 	idleTimer   *time.Timer
 	statusText  string
@@ -251,6 +252,7 @@ func Run(ctx context.Context, o Options) error {
 	m.mu.Lock()
 	m.ending = true
 	m.mu.Unlock()
+	m.notSoon()
 	m.announceEnd()
 	m.notify("STOPPING=1")
 	stopServing()

@@ -185,6 +185,43 @@ func TestConfiguredWaits(t *testing.T) {
 	p.finish(r.ExecID)
 }
 
+// The numbers that a front end gives to its requests are looked up when they come again,
+// come late, or come over another connection.
+func TestNumberedRequestIDs(t *testing.T) {
+	w := newWorld(t)
+	p := w.client("calm-otter")
+	exec := func(p *peer, id string) api.ExecResult {
+		t.Helper()
+		r, err := call[api.ExecResult](p, api.MethodExecute, api.ExecuteParams{Code: "print:x", RequestID: &id, WaitMS: ptr(int64(api.MaxWaitMS))})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	first := p.id
+	two := exec(p, first+":2")
+	one := exec(p, first+":1")
+	if one.Replayed || two.Replayed || one.ExecID == two.ExecID {
+		t.Errorf("got %+v and %+v", two, one)
+	}
+	again := func(when string) {
+		t.Helper()
+		for id, want := range map[string]string{first + ":1": one.ExecID, first + ":2": two.ExecID} {
+			if r := exec(p, id); !r.Replayed || r.ExecID != want {
+				t.Errorf("%s: %+v", when, r)
+			}
+		}
+	}
+	again("over the same connection")
+	p.conn.Close()
+	p = w.client("calm-otter")
+	again("over another one")
+	w.halt()
+	w.start()
+	p = w.client("calm-otter")
+	again("by another manager")
+}
+
 func TestRequestIDs(t *testing.T) {
 	w := newWorld(t, func(w *world) { w.opts.Limits.CompletedRecords = 2 })
 	p := w.client("calm-otter")

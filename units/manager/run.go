@@ -27,6 +27,7 @@ type run struct {
 	done         chan struct{}
 	change       chan struct{} // closed at the next visible change; nil: nobody waits
 	doneIs       bool
+	over         func(ended bool) func() // of whenOver; what it returns is called without mu
 	// How far the lifecycle log mentions the output.
 	logged   int64
 	logTimer *time.Timer
@@ -52,8 +53,9 @@ func (r *run) changed() <-chan struct{} {
 	return r.change
 }
 
-// publish makes a stored state visible. Called with mu held.
-func (m *Manager) publish(r *run, e store.Entity) {
+// publish makes a stored state visible. Called with mu held; what it returns, if it is
+// not nil, must be called without.
+func (m *Manager) publish(r *run, e store.Entity) (then func()) {
 	r.Entity = e
 	if r.change != nil {
 		close(r.change)
@@ -65,7 +67,11 @@ func (m *Manager) publish(r *run, e store.Entity) {
 		close(r.done)
 		delete(m.live, r.id)
 		m.keepEnded(r)
+		if r.over != nil {
+			then = r.over(true)
+		}
 	}
+	return then
 }
 
 // keepEnded puts an ended execution into the cache and drops the oldest that are too many.
@@ -221,14 +227,18 @@ func (s *staged) add(c *store.Change) {
 	c.Log = append(c.Log, s.events...)
 }
 
-// publishStaged makes written changes visible. Called with mu held.
-func (m *Manager) publishStaged(list []*staged) {
+// publishStaged makes written changes visible. Called with mu held; what it returns must
+// be called without.
+func (m *Manager) publishStaged(list []*staged) (then []func()) {
 	for _, s := range list {
 		if len(s.ends) > 0 {
 			s.run.log.Publish(s.data, s.ends)
 		}
-		m.publish(s.run, s.entity)
+		if f := m.publish(s.run, s.entity); f != nil {
+			then = append(then, f)
+		}
 	}
+	return then
 }
 
 // summary cuts an error to its bound, in whole characters.
@@ -276,8 +286,11 @@ func (m *Manager) keepOp(list []*staged, locked, then func()) *store.Op {
 		if locked != nil {
 			locked()
 		}
-		m.publishStaged(list)
+		answers := m.publishStaged(list)
 		m.mu.Unlock()
+		for _, f := range answers {
+			f()
+		}
 		if then != nil {
 			then()
 		}

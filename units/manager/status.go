@@ -232,7 +232,10 @@ func (m *Manager) addOutput(e *api.LogEvent) {
 	if r != nil {
 		p, _, err = m.pageOf(r, int64(from), logText)
 	} else {
-		p, _, err = m.runsDir.Read(e.ID, int64(from), logText)
+		var rec *store.Entity
+		if rec, err = m.store.Entity(e.ID); err == nil && rec != nil {
+			p, _, err = m.readJournal(rec, int64(from), logText)
+		}
 	}
 	if err != nil {
 		e.Data["text_error"] = err.Error()

@@ -1,6 +1,7 @@
 package journal
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -151,6 +152,33 @@ func (d *Dir) Resume(id string, size int64) (*Log, error) {
 	}
 	l.f, l.count, l.staged = f, int64(len(l.offsets))-1, size
 	return l, nil
+}
+
+// ResumePacked takes up a log whose lines are in the record, not in a file. What is beyond
+// size was never acknowledged.
+func (d *Dir) ResumePacked(id string, data []byte, size int64) (*Log, error) {
+	l := d.New(id)
+	if int64(len(data)) < size {
+		return nil, fmt.Errorf("the record has %d bytes of its output, %d were stored: its end is lost", len(data), size)
+	}
+	data = data[:size:size]
+	ends := linesOf(data)
+	l.staged = size
+	l.Publish(data, ends)
+	return l, nil
+}
+
+// linesOf says where each line of data ends; the last may lack its newline.
+func linesOf(data []byte) (ends []int) {
+	for at := 0; at < len(data); {
+		if n := bytes.IndexByte(data[at:], '\n'); n >= 0 {
+			at += n + 1
+		} else {
+			at = len(data)
+		}
+		ends = append(ends, at)
+	}
+	return ends
 }
 
 // Stage reserves the place of the next lines and returns it.

@@ -124,6 +124,23 @@ func (d *Dir) read(name, index string, cursor int64, budget int) (Page, int64, e
 	return p, x.count, nil
 }
 
+// ReadPacked is Read for a journal that is in the record.
+func ReadPacked(data []byte, cursor int64, budget int) (Page, int64) {
+	lines := linesOf(data)
+	total := int64(len(lines))
+	p := Page{Cursor: min(cursor, total)}
+	from := 0
+	if p.Cursor > 0 {
+		from = lines[p.Cursor-1]
+	}
+	var ends []int64
+	for _, end := range lines[p.Cursor:] {
+		ends = append(ends, int64(end-from))
+	}
+	p.Fill(data[from:], ends, &budget, p.Cursor, true)
+	return p, total
+}
+
 var errStale = errors.New("the index does not fit its journal")
 
 // maxRead bounds the bytes that one step of a page reads.

@@ -27,6 +27,7 @@ type Entity struct {
 	Code          string  `json:"code,omitempty"`
 	JournalEvents int64   `json:"journal_events,omitempty"`
 	JournalBytes  int64   `json:"journal_bytes,omitempty"`
+	Journal       []byte  `json:"-"` // the journal itself, of those that have no file; only read
 	Record        `json:"record"`
 }
 
@@ -198,13 +199,13 @@ func (t *Tx) Send(from, to, text string, data json.RawMessage, replyTo *int64, a
 
 // The reads below see all that is durable and run beside the writer.
 
-const entityColumns = `seq, id, kind, client, request, generation, state, created, code, journal_events, journal_bytes, record`
+const entityColumns = `seq, id, kind, client, request, generation, state, created, code, journal_events, journal_bytes, journal, record`
 
 func scanEntity(scan func(...any) error) (*Entity, error) {
 	var e Entity
 	var record string
 	if err := scan(&e.Seq, &e.ID, &e.Kind, &e.Client, &e.Request, &e.Generation, &e.State, &e.Created, &e.Code,
-		&e.JournalEvents, &e.JournalBytes, &record); err != nil {
+		&e.JournalEvents, &e.JournalBytes, &e.Journal, &record); err != nil {
 		return nil, err
 	}
 	return &e, json.Unmarshal([]byte(record), &e.Record)

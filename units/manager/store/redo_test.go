@@ -3,6 +3,7 @@ package store
 import (
 	"bytes"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -296,4 +297,85 @@ func BenchmarkChanges(b *testing.B) {
 		e2.Code = ""
 		submit(b, s, &Change{Update: []*Entity{&e2}, Log: []api.LogEvent{{Time: 1, Event: "succeeded", Kind: "execution", ID: e.ID}}, Generation: "g", Acked: int64(i)})
 	}
+}
+
+// A cell was promised although its request id was not new: it is recorded all the same.
+func TestRequestIDThatWasNotNew(t *testing.T) {
+	dir := t.TempDir()
+	s := openIn(t, dir)
+	defer s.Close()
+	one, two, three := entity(1), entity(2), entity(3)
+	two.Request, three.Request = one.Request, one.Request
+	one.Seq, two.Seq, three.Seq = s.NextSeq(), s.NextSeq(), s.NextSeq()
+	submit(t, s, &Change{Insert: []*Entity{one}})
+	submit(t, s, &Change{Insert: []*Entity{two}})
+	s.Flush()
+	submit(t, s, &Change{Insert: []*Entity{three}})
+	s2, _, err := Open(crash(t, dir), Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s2.Close()
+	for _, e := range []*Entity{one, two, three} {
+		if got, err := s2.Entity(e.ID); err != nil || got == nil {
+			t.Errorf("%s: %v %v", e.ID, got, err)
+		}
+	}
+	if got, err := s2.ByRequest(one.Client, *one.Request); err != nil || got == nil || got.ID != one.ID {
+		t.Errorf("%v %v", got, err)
+	}
+}
+
+// Small journals of cells that come thick and fast are kept in their records, and move
+// into a file when they grow, also in the hands of a successor.
+func TestPackedJournals(t *testing.T) {
+	dir := t.TempDir()
+	var files memory
+	s, _, err := Open(dir, Options{Write: files.write})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	const n = 2 * packFrom
+	text := func(i, size int) []byte { return bytes.Repeat([]byte{byte('a' + i%26)}, size) }
+	for i := range n {
+		e := entity(i)
+		e.Seq = s.NextSeq()
+		submit(t, s, &Change{Insert: []*Entity{e}, Output: []Output{{ID: e.ID, Data: text(i, 100)}}})
+	}
+	check := func(s *Store, files *memory, i, size int, packed bool) {
+		t.Helper()
+		e, err := s.Entity(entity(i).ID)
+		if err != nil || e == nil {
+			t.Fatal(e, err)
+		}
+		if got, file := string(e.Journal), string(files.b[e.ID]); packed && (got != string(text(i, size)) || file != "") || !packed && (got != "" || file != string(text(i, size))) {
+			t.Errorf("%d: %d bytes in the record, %d in the file", i, len(got), len(file))
+		}
+	}
+	check(s, &files, 0, 100, true)
+	submit(t, s, &Change{Output: []Output{{ID: entity(1).ID, Offset: 100, Data: text(1, 10)}}})
+	check(s, &files, 1, 110, true)
+	submit(t, s, &Change{Output: []Output{{ID: entity(2).ID, Offset: 100, Data: text(2, maxPacked)}}})
+	check(s, &files, 2, 100+maxPacked, false)
+	submit(t, s, &Change{Output: []Output{{ID: entity(2).ID, Offset: 100 + maxPacked, Data: text(2, 5)}}})
+	check(s, &files, 2, 105+maxPacked, false)
+	// One that comes alone has a file.
+	e := entity(n)
+	e.Seq = s.NextSeq()
+	submit(t, s, &Change{Insert: []*Entity{e}, Output: []Output{{ID: e.ID, Data: text(n, 7)}}})
+	check(s, &files, n, 7, false)
+	// What was promised and not carried out when the process was killed.
+	submit(t, s, &Change{Output: []Output{{ID: entity(3).ID, Offset: 100, Data: text(3, 10)}}})
+	submit(t, s, &Change{Output: []Output{{ID: entity(4).ID, Offset: 100, Data: text(4, maxPacked)}}})
+	again := memory{b: maps.Clone(files.b)}
+	s2, _, err := Open(crash(t, dir), Options{Write: again.write})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s2.Close()
+	check(s2, &again, 0, 100, true)
+	check(s2, &again, 2, 105+maxPacked, false)
+	check(s2, &again, 3, 110, true)
+	check(s2, &again, 4, 100+maxPacked, false)
 }

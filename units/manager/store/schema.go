@@ -50,13 +50,16 @@ CREATE TABLE generations(
 -- A Python task by the name its client gave it: the id is python:<generation>:<name>.
 CREATE INDEX entities_task ON entities(substr(id, 41), seq) WHERE kind = 'python';
 CREATE INDEX messages_reply ON messages(recipient, reply_to, id) WHERE acknowledged IS NULL AND reply_to IS NOT NULL;
+`, `
+-- The whole journal, where it has no file of its own.
+ALTER TABLE entities ADD COLUMN journal BLOB;
 `}
 
 // checkedPages is the size up to which the database is checked at each start.
 const checkedPages = 2048
 
 // Version is the schema version that this program writes.
-const Version = 2
+const Version = 3
 
 func (t *Tx) migrate() error {
 	have, err := t.scalar("PRAGMA user_version")
@@ -107,11 +110,10 @@ func (t *Tx) script(text string) error {
 
 // scalar is the first column of the first row, or nil.
 func (t *Tx) scalar(query string, args ...driver.Value) (driver.Value, error) {
-	st, err := t.conn.Prepare(query)
+	st, err := t.prepare(query)
 	if err != nil {
 		return nil, err
 	}
-	defer st.Close()
 	//lint:ignore SA1019 the Context variants cost a watcher goroutine per statement in this driver
 	rows, err := st.Query(args)
 	if err != nil {

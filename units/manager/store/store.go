@@ -54,8 +54,8 @@ const lazyDelay = 2 * time.Millisecond
 // applyDelay is how long changes in the redo log wait to be carried out together, and
 // maxPending how many may wait.
 const (
-	applyDelay = 20 * time.Millisecond
-	maxPending = 256
+	applyDelay = time.Second
+	maxPending = 1024
 )
 
 // maxBatch bounds the operations of one transaction, so that nobody waits for too many others.
@@ -572,10 +572,10 @@ func (s *Store) commit(ops []*Op) (err error) {
 	if err := s.tx.exec("BEGIN IMMEDIATE"); err != nil {
 		return err
 	}
-	redo := int64(0)
+	redo, pack := int64(0), packs(ops)
 	for _, op := range ops {
 		if op.Change != nil {
-			err = op.Change.apply(s.tx, s.write)
+			err = op.Change.apply(s.tx, s.write, pack)
 		} else {
 			err = op.Apply(s.tx)
 		}
@@ -671,6 +671,22 @@ func (t *Tx) close() error {
 	return t.conn.Close()
 }
 
+// prepare makes a statement once.
+func (t *Tx) prepare(query string) (driver.Stmt, error) {
+	if st := t.stmts[query]; st != nil {
+		return st, nil
+	}
+	st, err := t.conn.Prepare(query)
+	if err != nil {
+		return nil, err
+	}
+	if t.stmts == nil {
+		t.stmts = map[string]driver.Stmt{}
+	}
+	t.stmts[query] = st
+	return st, nil
+}
+
 // exec runs a statement that it prepares once.
 func (t *Tx) exec(query string, args ...driver.Value) error {
 	_, err := t.run(query, args...)
@@ -678,16 +694,9 @@ func (t *Tx) exec(query string, args ...driver.Value) error {
 }
 
 func (t *Tx) run(query string, args ...driver.Value) (driver.Result, error) {
-	st := t.stmts[query]
-	if st == nil {
-		var err error
-		if st, err = t.conn.Prepare(query); err != nil {
-			return nil, err
-		}
-		if t.stmts == nil {
-			t.stmts = map[string]driver.Stmt{}
-		}
-		t.stmts[query] = st
+	st, err := t.prepare(query)
+	if err != nil {
+		return nil, err
 	}
 	//lint:ignore SA1019 the Context variants cost a watcher goroutine per statement in this driver
 	return st.Exec(args)
