@@ -58,16 +58,8 @@ func fake(role string) int {
 		record("./a", 1, "x one\n")
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 		_ = unix.Pause()
-	case "replay": // recorded output
-		out, err := os.ReadFile(os.Getenv("REPLAY") + ".out")
-		if err != nil {
-			return 9
-		}
-		_, _ = os.Stdout.Write(out)
-		msg, _ := os.ReadFile(os.Getenv("REPLAY") + ".err")
-		_, _ = os.Stderr.Write(msg)
-		code, _ := strconv.Atoi(os.Getenv("REPLAY_CODE"))
-		return code
+	case "replay", "record":
+		return recorded(role == "record")
 	}
 	return 9
 }
