@@ -7,21 +7,24 @@ cd "$(dirname "$0")"
 
 apt_install() {
 	[ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "please install: $*" >&2; exit 1; }
-	apt-get -qq -o DPkg::Lock::Timeout=300 update
-	apt-get -qq -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "$@" >/dev/null
+	local options=(-qq -o DPkg::Lock::Timeout=300 -o Acquire::Retries=5)
+	apt-get "${options[@]}" update
+	DEBIAN_FRONTEND=noninteractive apt-get "${options[@]}" -y install --no-install-recommends "$@" >/dev/null
 }
 
-command -v gcc >/dev/null || apt_install gcc libc6-dev
-command -v python3 >/dev/null || apt_install python3 python3-venv
-command -v npm >/dev/null || apt_install nodejs npm
-command -v rg >/dev/null || apt_install ripgrep
-command -v git >/dev/null || apt_install git
-command -v vim >/dev/null || apt_install vim # a program that wants a terminal
-# A systemd to test under, and somebody whose systemd that is.
-[ -x /lib/systemd/systemd ] && command -v systemd-nspawn >/dev/null || apt_install systemd systemd-container libpam-systemd dbus-user-session
-[ "$(id -u)" != 0 ] || id mypr-test >/dev/null 2>&1 || useradd --no-create-home --shell /bin/sh mypr-test
+missing=()
+command -v gcc >/dev/null || missing+=(gcc libc6-dev)
+command -v python3 >/dev/null || missing+=(python3 python3-venv)
+command -v npm >/dev/null || missing+=(nodejs npm)
+command -v rg >/dev/null || missing+=(ripgrep)
+command -v git >/dev/null || missing+=(git)
+command -v vim >/dev/null || missing+=(vim) # a program that wants a terminal
+# A systemd to test under, and below somebody whose systemd that is.
+[ -x /lib/systemd/systemd ] && command -v systemd-nspawn >/dev/null || missing+=(systemd systemd-container libpam-systemd dbus-user-session)
 # A second kernel, with cgroup controllers, for the tests of limits.
-command -v linux.uml >/dev/null || apt_install user-mode-linux
+command -v linux.uml >/dev/null || missing+=(user-mode-linux)
+[ ${#missing[@]} -eq 0 ] || apt_install "${missing[@]}"
+[ "$(id -u)" != 0 ] || id mypr-test >/dev/null 2>&1 || useradd --no-create-home --shell /bin/sh mypr-test
 
 # Interpreters as "3.11 /path", oldest first. A version manager's shims come last on
 # the list of places because they answer for one version only.
@@ -46,7 +49,7 @@ venv() {
 	[ "$(cat "$dir/.installed" 2>/dev/null)" = "$want" ] && return
 	rm -rf "$dir"
 	"$python" -m venv "$dir"
-	"$dir/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+	"$dir/bin/python" -m pip install --quiet --disable-pip-version-check --retries 10 "$@"
 	echo "$want" >"$dir/.installed"
 }
 
@@ -67,7 +70,7 @@ if [ "$(cat node_modules/.installed 2>/dev/null)" != "${packages[*]}" ]; then
 	*) echo "no Node package for $(uname -m)" >&2; exit 1 ;;
 	esac
 	rm -rf node_modules
-	npm install --prefix . --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel=error "$node" "${packages[@]}"
+	npm install --prefix . --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel=error --fetch-retries=5 "$node" "${packages[@]}"
 	ln -sf ../"${node%@*}"/bin/node node_modules/.bin/node
 	echo "${packages[*]}" >node_modules/.installed
 fi
