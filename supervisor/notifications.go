@@ -56,7 +56,7 @@ func (s *Supervisor) sender(m *notify.Message) (*unit, *proc) {
 		return pr.u, pr
 	}
 	u := s.unitOf(m.PID)
-	if m.PIDFD != nil && unix.PidfdSendSignal(process.FD(m.PIDFD), 0, nil, 0) != nil {
+	if m.PIDFD != nil && unix.PidfdSendSignal(process.FD(m.PIDFD), 0, nil, 0) == unix.ESRCH {
 		return nil, nil // it is gone, and what was read may be of another process with its pid
 	}
 	return u, nil

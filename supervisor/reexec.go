@@ -227,7 +227,7 @@ func (s *Supervisor) left() (*saved, error) {
 			WithHint("use its control socket %s", s.opt.ControlPath)
 	}
 	s.opt.Instance = st.Instance
-	if st.Boot != bootID() || st.PIDNS != pidNamespace() {
+	if !st.here() {
 		s.log.Warn("an earlier supervisor ran before a restart of the machine, or in another pid namespace; its units are gone", "pid", st.Self.PID)
 		for _, u := range st.units {
 			_ = os.Remove(boxSocket(u.Box))

@@ -30,6 +30,7 @@ type header struct {
 	Self     procRecord `json:"self"`
 	Boot     string     `json:"boot"`
 	PIDNS    string     `json:"pidns"`
+	Init     uint64     `json:"init,omitempty"`   // start time of the first process of the pid namespace
 	Cgroup   string     `json:"cgroup,omitempty"` // directory of the tree
 	FDs      []fdRecord `json:"fds,omitempty"`    // re-execution only
 }
@@ -161,7 +162,7 @@ func (s *Supervisor) header() header {
 	start, _ := process.StartTime(os.Getpid())
 	h := header{
 		Version: stateVersion, Instance: s.opt.Instance, Started: s.started, Self: procRecord{os.Getpid(), start},
-		Boot: bootID(), PIDNS: pidNamespace(),
+		Boot: bootID(), PIDNS: pidNamespace(), Init: initStart(),
 	}
 	if s.tree != nil {
 		h.Cgroup = s.tree.Dir
@@ -177,6 +178,20 @@ func bootID() string {
 func pidNamespace() string {
 	s, _ := os.Readlink("/proc/self/ns/pid")
 	return strings.TrimSuffix(strings.TrimPrefix(s, "pid:["), "]")
+}
+
+// initStart is when the first process of this pid namespace started, 0 when that cannot
+// be seen (hidepid). The number of a pid namespace is given to another one as soon as it
+// is free, and a restarted container gets that of the one before as a rule.
+func initStart() uint64 {
+	start, _ := process.StartTime(1)
+	return start
+}
+
+// here reports whether the pids of the state mean what they meant.
+func (st *saved) here() bool {
+	init := initStart()
+	return st.Boot == bootID() && st.PIDNS == pidNamespace() && (init == st.Init || init == 0 || st.Init == 0)
 }
 
 // saved is what a state file says.
@@ -262,7 +277,7 @@ func parseState(b []byte) (*saved, error) {
 // alive reports whether the supervisor that wrote the state still runs. One that died
 // may be a zombie for long: whoever inherited it reaps it when it likes.
 func (st *saved) alive() bool {
-	if st.Self.PID == os.Getpid() || st.Boot != bootID() || st.PIDNS != pidNamespace() {
+	if st.Self.PID == os.Getpid() || !st.here() {
 		return false
 	}
 	start, err := process.StartTime(st.Self.PID)

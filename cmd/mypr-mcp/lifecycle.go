@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -231,13 +232,15 @@ func shutdown(ctx context.Context, l *workspace.Location) error {
 	if err := gone.wait(ctx); err != nil {
 		return err
 	}
-	lock, err := l.Workspace.SupervisorLock(ctx)
-	if err != nil {
-		return err
+	if _, err := os.Stat(l.Workspace.Root); err == nil { // else it was deleted, the lock with it
+		lock, err := l.Workspace.SupervisorLock(ctx)
+		if err != nil {
+			return err
+		}
+		lock.Close()
 	}
-	lock.Close()
 	made := []string{l.Socket, l.Control}
-	if l.Supervisor != nil && l.Supervisor.Mode == "systemd" {
+	if l.Supervisor != nil && (l.Supervisor.Mode == "systemd" || l.Supervisor.Mode == workspace.SourceContainer) {
 		made = made[1:] // the other may be of a socket unit, and stay for the next session
 	}
 	for _, path := range made {
@@ -253,8 +256,9 @@ func (c *cli) restartCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "restart", Short: "Replace the running programs with this one", Args: cobra.NoArgs,
 		Long: `Replace the supervisor's program in place, then the manager and the kernel, with the
-program that runs this command. Files, history, messages and MCP connections stay;
-Python memory is lost unless --keep-kernel keeps the kernel as it is.`,
+program that runs this command; of a runtime in another container, with the one that is
+installed there. Files, history, messages and MCP connections stay; Python memory is
+lost unless --keep-kernel keeps the kernel as it is.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			w, err := c.workspace()
 			if err != nil {
@@ -276,6 +280,34 @@ Python memory is lost unless --keep-kernel keeps the kernel as it is.`,
 	return cmd
 }
 
+// replacement is the program that a restart puts in place, by its path where the runtime
+// runs.
+type replacement struct {
+	path    string
+	version string // "": not known before it runs
+}
+
+// replacementFor is this program, or, where the runtime runs among other files, the one
+// that is installed there: what this path leads to there is another program, or none.
+func replacementFor(l *workspace.Location) (replacement, error) {
+	exe, err := os.Executable()
+	if err != nil {
+		return replacement{}, err
+	}
+	there, ours := l.Place(), replacement{exe, version()}
+	if there.SameFiles() {
+		return ours, nil
+	}
+	if there.SamePIDs() {
+		at, err := os.Stat(fmt.Sprintf("/proc/%d/root%s", l.Supervisor.PID, exe))
+		self, serr := os.Stat("/proc/self/exe")
+		if err == nil && serr == nil && os.SameFile(at, self) {
+			return ours, nil
+		}
+	}
+	return replacement{path: l.Supervisor.Executable}, nil
+}
+
 // restartTimeout bounds a restart: the new kernel may need a new environment.
 const restartTimeout = 240 * time.Second
 
@@ -288,18 +320,21 @@ func (c *cli) restart(ctx context.Context, w *workspace.Workspace, p api.Lifecyc
 	if err != nil {
 		return nil, err
 	}
-	exe, err := os.Executable()
+	to, err := replacementFor(l)
 	if err != nil {
 		return nil, err
 	}
-	p.Target, p.Version, p.Reason = exe, version(), "restart requested from the command line"
+	if to.version == "" && !c.json {
+		fmt.Fprintf(c.stdout, "the runtime runs elsewhere (%v): it becomes the program installed there, %s\n", l.Place(), to.path)
+	}
+	p.Target, p.Version, p.Reason = to.path, cmp.Or(to.version, l.Supervisor.Version), "restart requested from the command line"
 	cl := asker(l)
 	defer cl.Close() // not before the old manager has ended: that would call the restart off
 	r, err := cl.Restart(ctx, p)
 	if err != nil {
 		return nil, orForce(err, "restart")
 	}
-	st, err := c.swap(ctx, l, exe)
+	st, err := c.swap(ctx, l, to)
 	if err != nil {
 		r.State, r.Error = "failed", err.Error()
 		return r, rpc.Errorf(rpc.CodeInternal, "restart failed: %v", err).WithHint("mypr-mcp status; then mypr-mcp restart again, or mypr-mcp stop --force")
@@ -327,10 +362,10 @@ func (c *cli) replaceCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if err := recordVersion(w.Root); err != nil {
+			if err := recordVersion(w.Root, version()); err != nil {
 				return err
 			}
-			_, err = c.swap(ctx, l, exe)
+			_, err = c.swap(ctx, l, replacement{exe, version()})
 			return err
 		},
 	}
@@ -338,7 +373,7 @@ func (c *cli) replaceCommand() *cobra.Command {
 
 // recordVersion adds to the record of the restart under way what version it is for, so
 // that the manager which ends it can tell whether it came to that.
-func recordVersion(root string) error {
+func recordVersion(root, version string) error {
 	path := filepath.Join(root, "restart.json")
 	raw, err := os.ReadFile(path)
 	if err != nil {
@@ -348,7 +383,7 @@ func recordVersion(root string) error {
 	if err := json.Unmarshal(raw, &r); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
-	r["new_version"] = version()
+	r["new_version"] = version
 	if raw, err = json.MarshalIndent(r, "", "  "); err != nil {
 		return err
 	}
@@ -358,30 +393,32 @@ func recordVersion(root string) error {
 	return os.Rename(path+".new", path)
 }
 
-// swap puts this program in the place of the one that runs, and that one back when
-// this one does not do.
-func (c *cli) swap(ctx context.Context, l *workspace.Location, exe string) (*api.Status, error) {
+// swap puts a program in the place of the one that runs, and that one back when it does
+// not do.
+func (c *cli) swap(ctx context.Context, l *workspace.Location, to replacement) (*api.Status, error) {
 	if l.Supervisor == nil {
 		return nil, rpc.Errorf(rpc.CodeUnavailable, "the supervisor does not answer").WithHint("mypr-mcp status")
 	}
 	// Its file may have been overwritten by this very program. As long as it runs it can
 	// be opened all the same, and while it is open it can be executed again.
-	old := l.Supervisor.Executable
-	if f, err := os.Open(fmt.Sprintf("/proc/%d/exe", l.Supervisor.PID)); err == nil && l.Place().SamePIDs() {
-		defer f.Close()
-		old = fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), f.Fd())
+	old := replacement{l.Supervisor.Executable, l.Supervisor.Version}
+	if l.Place().SamePIDs() && l.Place().SameFiles() {
+		if f, err := os.Open(fmt.Sprintf("/proc/%d/exe", l.Supervisor.PID)); err == nil {
+			defer f.Close()
+			old.path = fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), f.Fd())
+		}
 	}
-	st, err := c.become(ctx, l, exe, version())
+	st, err := c.become(ctx, l, to)
 	if err == nil {
 		return st, nil
 	}
-	if info, ierr := supervisorInfo(ctx, l); ierr == nil && info.Version == l.Supervisor.Version && info.PID == l.Supervisor.PID && info.Version != version() {
+	if info, ierr := supervisorInfo(ctx, l); ierr == nil && info.Version == old.version && info.PID == l.Supervisor.PID && info.Version != to.version {
 		return nil, err // nothing was replaced
 	}
-	if _, berr := c.become(ctx, l, old, l.Supervisor.Version); berr != nil {
-		return nil, fmt.Errorf("%w; going back to version %s failed too: %w", err, l.Supervisor.Version, berr)
+	if _, berr := c.become(ctx, l, old); berr != nil {
+		return nil, fmt.Errorf("%w; going back to version %s failed too: %w", err, old.version, berr)
 	}
-	return nil, fmt.Errorf("%w; version %s was put back and runs again", err, l.Supervisor.Version)
+	return nil, fmt.Errorf("%w; version %s was put back and runs again", err, old.version)
 }
 
 // healthTimeout is how long a new manager has to answer that it is well.
@@ -389,8 +426,12 @@ const healthTimeout = 20 * time.Second
 
 // become makes the supervisor run a program, restarts the manager with it, and asks that
 // manager how it is.
-func (c *cli) become(ctx context.Context, l *workspace.Location, exe, version string) (*api.Status, error) {
-	if err := c.reexec(ctx, l, exe, version); err != nil {
+func (c *cli) become(ctx context.Context, l *workspace.Location, to replacement) (*api.Status, error) {
+	version, err := c.reexec(ctx, l, to)
+	if err == nil && to.version == "" {
+		err = recordVersion(l.Workspace.Root, version)
+	}
+	if err != nil {
 		return nil, fmt.Errorf("replacing the supervisor's program: %w", err)
 	}
 	sv, err := control.Dial(ctx, l.Control)
@@ -433,26 +474,26 @@ func supervisorInfo(ctx context.Context, l *workspace.Location) (control.Info, e
 // reexec makes the supervisor run a program: same process, same units. The connection
 // ends when the old program does; the new one answers on the same socket, where a
 // connect waits in the backlog until it does.
-func (c *cli) reexec(ctx context.Context, l *workspace.Location, exe, version string) error {
+func (c *cli) reexec(ctx context.Context, l *workspace.Location, to replacement) (version string, err error) {
 	sv, err := control.Dial(ctx, l.Control)
 	if err != nil {
-		return err
+		return "", err
 	}
 	defer sv.Close()
-	if err := sv.Reexec(ctx, control.ReexecParams{Executable: exe}); err != nil && !errors.Is(err, rpc.ErrClosed) {
-		return err
+	if err := sv.Reexec(ctx, control.ReexecParams{Executable: to.path}); err != nil && !errors.Is(err, rpc.ErrClosed) {
+		return "", err
 	}
 	select {
 	case <-sv.Done():
 	case <-ctx.Done():
-		return ctx.Err()
+		return "", ctx.Err()
 	}
 	info, err := supervisorInfo(ctx, l)
 	if err != nil {
-		return err
+		return "", err
 	}
-	if info.Version != version {
-		return fmt.Errorf("the supervisor runs version %s", info.Version)
+	if to.version != "" && info.Version != to.version {
+		return "", fmt.Errorf("the supervisor runs version %s", info.Version)
 	}
-	return nil
+	return info.Version, nil
 }

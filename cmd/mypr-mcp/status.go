@@ -83,6 +83,10 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 	case l.Silent != nil:
 		problem(l.Silent)
 	}
+	if !w.Locked() {
+		problem(rpc.Errorf(rpc.CodeConflict, "%s was deleted while the session runs: what it records now is lost when it ends", w.Root).
+			WithHint("save from Python what you need; then: mypr-mcp stop"))
+	}
 	for _, u := range r.Units {
 		if u.Name == "manager.service" && u.ActiveState == control.Failed { // a connect would only wait
 			problem(rpc.Errorf(rpc.CodeUnavailable, "the manager was given up: %s", u.Error).

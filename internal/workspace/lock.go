@@ -217,6 +217,17 @@ func stillAt(fd int, path string) bool {
 	return unix.Fstat(fd, &a) == nil && unix.Lstat(path, &b) == nil && a.Dev == b.Dev && a.Ino == b.Ino
 }
 
+// Locked reports whether a runtime holds a lock of this very .mypr; one whose .mypr was
+// deleted, or replaced by another, does not. What cannot be told counts as held.
+func (w *Workspace) Locked() bool {
+	for _, path := range []string{w.supervisorLock(), w.managerLock()} {
+		if held, err := lockHeld(path); held || err != nil {
+			return true
+		}
+	}
+	return false
+}
+
 // StartupLock is held by whoever looks for, starts or replaces a runtime.
 func (w *Workspace) StartupLock(ctx context.Context) (*Lock, error) {
 	return AcquireLock(ctx, w.startupLock())

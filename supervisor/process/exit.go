@@ -76,15 +76,6 @@ func FromPIDFD(pid int, fd int) *Process {
 // was reaped as well (Linux 6.9).
 func (p *Process) PIDFD() int { return p.fd }
 
-// Signal sends sig; os.ErrProcessDone when the process has ended and was reaped.
-func (p *Process) Signal(sig syscall.Signal) error {
-	err := unix.PidfdSendSignal(p.fd, sig, nil, 0)
-	if errors.Is(err, unix.ESRCH) {
-		return os.ErrProcessDone
-	}
-	return os.NewSyscallError("pidfd_send_signal", err)
-}
-
 // Close drops the pidfd.
 func (p *Process) Close() {
 	if p.fd >= 0 {

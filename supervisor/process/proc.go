@@ -221,15 +221,10 @@ func KillInvocation(id string) {
 			if err != nil || pid == self {
 				continue
 			}
-			fd, err := unix.PidfdOpen(pid, 0)
-			if err != nil {
-				continue
-			}
-			env, err := os.ReadFile("/proc/" + n.Name() + "/environ")
-			if err == nil && len(id) == 32 && bytes.Contains(append([]byte{0}, env...), append([]byte{0}, want...)) {
-				fresh = unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0) == nil || fresh
-			}
-			unix.Close(fd)
+			fresh = signalPID(pid, unix.SIGKILL, func() bool {
+				env, err := os.ReadFile("/proc/" + n.Name() + "/environ")
+				return err == nil && len(id) == 32 && bytes.Contains(append([]byte{0}, env...), append([]byte{0}, want...))
+			}) || fresh
 		}
 		if !fresh {
 			return

@@ -371,14 +371,7 @@ func signalTree(sig syscall.Signal, except []int) {
 			// A descendant that ends becomes a zombie of ours or of its parent; its pid
 			// can be another's only after a reap by that parent, between the pass and
 			// this line. The pidfd and a second look at its ancestors close that gap.
-			fd, err := unix.PidfdOpen(pid, 0)
-			if err != nil {
-				continue
-			}
-			if IsDescendant(pid, self) {
-				_ = unix.PidfdSendSignal(fd, sig, nil, 0)
-			}
-			unix.Close(fd)
+			signalPID(pid, sig, func() bool { return IsDescendant(pid, self) })
 		}
 		if !fresh {
 			return
