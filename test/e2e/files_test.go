@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"mypr/internal/api"
 )
 
@@ -277,5 +279,148 @@ while time.perf_counter() - begin < %v:
 	// Had the manager to wait for Python, each would take as long as that computes.
 	if c := shares("without a turn")["fs.stat"]; c.Count != 200 || c.P50MS > block*900 {
 		t.Errorf("%+v", c)
+	}
+}
+
+// Eight clients edit one file under revision checks: every accepted edit is in the
+// result, none is lost.
+func TestEightClientsPatchOneFile(t *testing.T) {
+	s := newSession(t)
+	s.write("shared", "start\n")
+	const clients, each = 8, 8
+	fronts := make([]*front, clients)
+	for i := range fronts {
+		fronts[i] = s.serve()
+		fronts[i].init("")
+	}
+	fronts[0].must(`
+async def edit(name, times, path):
+    conflicts = 0
+    while times:
+        page = await ws.fs.read(path)
+        try:
+            await ws.fs.patch(path, [{"old": "start\n", "new": f"start\n{name}.{times}\n"}], expected_hash=page["revision"])
+            times -= 1
+        except Exception as e:
+            if e.code != "conflict":
+                raise
+            conflicts += 1
+    return conflicts`)
+	if err := os.Symlink("shared", filepath.Join(s.dir, "link")); err != nil {
+		t.Fatal(err)
+	}
+	var running []toolResult
+	for i, f := range fronts { // half of them come by a link
+		running = append(running, f.tool("execute", map[string]any{"wait_ms": 0, "code": fmt.Sprintf("await edit(%d, %d, %q)", i, each, []string{"shared", "link"}[i%2])}))
+	}
+	conflicts := 0
+	for i, f := range fronts {
+		r, out := f.finish(running[i])
+		n, err := strconv.Atoi(strings.TrimSpace(out))
+		if err != nil {
+			t.Fatalf("client %d: %s %s", i, r.Text, out)
+		}
+		conflicts += n
+	}
+	want := map[string]bool{"start": true}
+	for i := range clients {
+		for n := range each {
+			want[fmt.Sprintf("%d.%d", i, n+1)] = true
+		}
+	}
+	lines := strings.Fields(s.read("shared"))
+	for _, l := range lines {
+		delete(want, l)
+	}
+	if len(want) > 0 || len(lines) != clients*each+1 || lines[0] != "start" {
+		t.Errorf("%d lines, missing: %v", len(lines), want)
+	}
+	t.Logf("%d edits, %d conflicts", clients*each, conflicts)
+}
+
+// Pages of a query stay as they were while the files change, over a reset and a restart.
+func TestSnapshotsOutliveTheRuntime(t *testing.T) {
+	s := newSession(t)
+	s.write(".gitignore", ".mypr/\n")
+	s.inGit()
+	for i := range 3 {
+		s.write(fmt.Sprintf("f%d", i), "needle\n")
+	}
+	a := s.serve()
+	a.init("a")
+	next := a.must(`
+found = await ws.fs.search("needle", max_matches=1)
+status = await ws.git.status(max_entries=1)
+[m["path"] for m in found["matches"]], [f["path"] for f in status["files"]]`)
+	if next != "(['f0'], ['f0'])" {
+		t.Fatal(next)
+	}
+	cursors := strings.Fields(a.must(`print(found["next_cursor"], status["next_cursor"])`))
+	for i := range 3 {
+		s.write(fmt.Sprintf("f%d", i), "gone\n")
+	}
+	s.write("new", "needle\n")
+	for i, verb := range []string{"reset", "restart"} {
+		s.ok(verb)
+		got := a.must(fmt.Sprintf(`
+found = await ws.fs.search(cursor=%q, max_matches=1)
+status = await ws.git.status(cursor=%q, max_entries=1)
+[m["path"] for m in found["matches"]], [f["path"] for f in status["files"]]`, cursors[0], cursors[1]))
+		if want := fmt.Sprintf("(['f%d'], ['f%[1]d'])", i+1); got != want {
+			t.Errorf("after %s: %s, want %s", verb, got, want)
+		}
+		if i == 0 {
+			cursors = strings.Fields(a.must(`print(found["next_cursor"], status["next_cursor"])`))
+		}
+	}
+}
+
+// A cancelled search leaves no process, and the next one works.
+func TestCancelledSearchEndsItsProgram(t *testing.T) {
+	s := newSession(t)
+	real, err := exec.LookPath("rg")
+	if err != nil {
+		t.Fatal("rg is not in PATH; make setup installs it")
+	}
+	tools := t.TempDir()
+	fifo := filepath.Join(tools, "pid")
+	if err := syscall.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	script := fmt.Sprintf("#!/bin/sh\ncase \"$*\" in *hang*) echo $$ > %q; exec sleep 1000;; esac\nexec %q \"$@\"\n", fifo, real)
+	if err := os.WriteFile(filepath.Join(tools, "rg"), []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	s.env = append(s.env, "PATH="+tools+":"+os.Getenv("PATH"))
+	a := s.serve()
+	a.init("a")
+	r := a.tool("execute", map[string]any{"code": `await ws.fs.search("hang")`, "wait_ms": 0})
+	told, err := os.ReadFile(fifo) // returns when the program has said who it is
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(told)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	s.ok("interrupt", r.Exec.ExecID)
+	if r, out := a.finish(r); r.Exec.State != api.Cancelled {
+		t.Errorf("%s %s", r.Text, out)
+	}
+	n, err := 0, error(unix.EINTR)
+	for err == unix.EINTR {
+		n, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(patience.Milliseconds()))
+	}
+	if n != 1 {
+		t.Errorf("the program lives on: %v", err)
+	}
+	s.write("f", "needle\n")
+	if got := a.must(`(await ws.fs.search("needle"))["matches"][0]["path"]`); got != "'f'" {
+		t.Error(got)
 	}
 }
