@@ -61,6 +61,7 @@ func (r Root) Error(operation, abs string, err error) error {
 	var e *rpc.Error
 	name := r.Display(abs)
 	code, hint := rpc.CodeInternal, ""
+	var errno syscall.Errno
 	switch {
 	case err == nil:
 		return nil
@@ -82,14 +83,20 @@ func (r Root) Error(operation, abs string, err error) error {
 		code, hint = CodeNoSpace, "free some space, then try again; the file is as it was"
 	case errors.Is(err, syscall.EROFS):
 		code = rpc.CodePermission
+	case errors.As(err, &errno):
+		code = CodeIO
 	}
 	out := rpc.Errorf(code, "cannot %s %s: %v", operation, quote(name), cause(err))
 	out.Hint = hint
 	return out
 }
 
-// CodeNoSpace: the file system or the user's quota is full.
-const CodeNoSpace = "no_space"
+const (
+	// CodeNoSpace: the file system or the user's quota is full.
+	CodeNoSpace = "no_space"
+	// CodeIO: the file system refused for another reason, as a disk does that fails.
+	CodeIO = "io_error"
+)
 
 func quote(t Text) string {
 	if utf8.ValidString(string(t)) && !strings.ContainsAny(string(t), "\n\t\"") {

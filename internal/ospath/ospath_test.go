@@ -135,7 +135,7 @@ func TestRoot(t *testing.T) {
 	}
 	for errno, code := range map[syscall.Errno]string{
 		syscall.ENOENT: "not_found", syscall.EACCES: "permission_denied", syscall.ELOOP: "invalid_request",
-		syscall.ENOSPC: "no_space", syscall.EROFS: "permission_denied", syscall.EIO: "internal", syscall.ENAMETOOLONG: "invalid_request",
+		syscall.ENOSPC: "no_space", syscall.EROFS: "permission_denied", syscall.EIO: "io_error", syscall.EBUSY: "io_error", syscall.ENAMETOOLONG: "invalid_request",
 	} {
 		if got := rpc.CodeOf(r.Error("read", "/ws/a", errno)); got != code {
 			t.Errorf("%v: code %q, want %q", errno, got, code)

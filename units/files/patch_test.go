@@ -130,7 +130,8 @@ func TestApplyPatchCases(t *testing.T) {
 		{"text around", "a\n", "\n\n" + update("f", "@@", "-a", "+b") + "\n \n", "b\n", "", nil},
 		{"nothing changes", "a\n", update("f", "@@", "-a", "+a"), "a\n", "", nil},
 
-		{"no begin", "a\n", "diff --git\n", "", rpc.CodeInvalidRequest, []string{"line 1", "Begin Patch"}},
+		{"no begin", "a\n", "hello\n", "", rpc.CodeInvalidRequest, []string{"line 1", "Begin Patch"}},
+		{"a diff of git", "a\n", "diff --git a/f b/f\n", "", rpc.CodeInvalidRequest, []string{"Begin Patch", "\"git\", \"apply\""}},
 		{"no end", "a\n", strings.TrimSuffix(update("f", "@@", "-a", "+b"), "*** End Patch\n"), "", rpc.CodeInvalidRequest, []string{"End Patch", "cut off"}},
 		{"empty", "a\n", " \n", "", rpc.CodeInvalidRequest, []string{"empty"}},
 		{"no section", "a\n", body(), "", rpc.CodeInvalidRequest, []string{"no file"}},

@@ -104,7 +104,11 @@ func parsePatch(text string) ([]section, error) {
 		}
 	}
 	if strings.TrimRight(p.lines[p.next], " \t") != beginPatch {
-		return nil, p.fail(p.next+1, "it must be %q, not %.60q", beginPatch, p.lines[p.next])
+		err := p.fail(p.next+1, "it must be %q, not %.60q", beginPatch, p.lines[p.next])
+		if l := p.lines[p.next]; strings.HasPrefix(l, "diff ") || strings.HasPrefix(l, "--- ") || strings.HasPrefix(l, "Index: ") {
+			return nil, err.WithHint(`a diff of git's is for git: await ws.shell.run(["git", "apply", "-"], input=patch, check=True)`)
+		}
+		return nil, err
 	}
 	if last := len(p.lines) - 1; strings.TrimRight(p.lines[last], " \t") != endPatch {
 		return nil, p.fail(last+1, "the last line must be %q, not %.60q", endPatch, p.lines[last]).WithHint("the patch may have been cut off; nothing was changed")

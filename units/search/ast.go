@@ -101,7 +101,7 @@ func (q *ASTQuery) inlineRule() (string, error) {
 	case q.Lang == "":
 		return "", invalid("search_ast needs lang").WithHint("for example lang=\"python\"")
 	case (q.Pattern == nil) == (q.Rule == nil):
-		return "", invalid("search_ast needs either pattern or rule")
+		return "", invalid("search_ast needs either pattern or rule, not both")
 	case q.Pattern != nil && !utf8.ValidString(string(*q.Pattern)):
 		return "", invalid("pattern has a lone surrogate")
 	case q.Pattern != nil && *q.Pattern == "":

@@ -128,7 +128,7 @@ func TestASTRefuses(t *testing.T) {
 	for params, say := range map[string]string{
 		`{"pattern":"x"}`:   "lang",
 		`{"lang":"python"}`: "either pattern or rule",
-		`{"lang":"python","pattern":"x","rule":{"kind":"call"}}`: "either pattern or rule",
+		`{"lang":"python","pattern":"x","rule":{"kind":"call"}}`: "either pattern or rule, not both",
 		`{"lang":"python","pattern":""}`:                         "empty",
 		`{"lang":"python","rule":[]}`:                            "rule must be a dict",
 		`{"lang":"python","rule":{"bogus":1}}`:                   "bogus",

@@ -340,7 +340,11 @@ func checkStrings(what string, list ospath.List) error {
 			return rpc.Errorf(rpc.CodeTooLarge, "%s has more than %d bytes", what, maxArgument)
 		}
 		if strings.IndexByte(string(t), 0) >= 0 {
-			return invalid("%s has a NUL byte", what).WithHint("search binary files with \\x00 in a pattern that is not fixed")
+			err := invalid("%s has a NUL byte", what)
+			if what == "pattern" {
+				return err.WithHint("search binary files with \\x00 in a pattern that is not fixed")
+			}
+			return err.WithHint("no file has such a name")
 		}
 		if what != "paths" && !utf8.ValidString(string(t)) {
 			return invalid("%s has a lone surrogate", what).WithHint("search for other bytes with (?-u:\\xff)")

@@ -332,6 +332,9 @@ func TestSearchRefuses(t *testing.T) {
 	}
 	for params, say := range map[string]string{
 		`{"pattern":"a("}`:                      "unclosed group",
+		`{"pattern":"a\u0000b"}`:                "search binary files with",
+		`{"pattern":"a","paths":"a\u0000b"}`:    "no file has such a name",
+		`{"glob":"a\u0000b"}`:                   "no file has such a name",
 		`{"pattern":"a(","mode":"counts"}`:      "nothing was searched",
 		`{"pattern":"(?<=a)b"}`:                 `regex_engine="pcre2"`,
 		`{"pattern":"a\nb"}`:                    "multiline=True",

@@ -162,7 +162,7 @@ class Files:
         """
         params = {
             "path": _path(path),
-            "edits": [dict(edit) for edit in edits],
+            "edits": _edits(edits),
             "expected_hash": expected_hash,
             "dry_run": dry_run,
             "encoding": encoding,
@@ -401,6 +401,19 @@ def _limits(
 def _path(path: Any) -> str:
     """A path as text; bytes as os.fsdecode makes them."""
     return os.fsdecode(path)
+
+
+def _edits(edits: Any) -> list[dict[str, Any]]:
+    """The edits of ``patch`` as plain dicts; one alone, or text, is a mistake to be named."""
+    wanted = 'edits is a list of {"old": ..., "new": ...}'
+    if isinstance(edits, (str, bytes)) or hasattr(edits, "keys"):
+        raise TypeError(f"{wanted}, not {type(edits).__name__}")
+    result = []
+    for edit in edits:
+        if not hasattr(edit, "keys"):
+            raise TypeError(f"{wanted}; one of them is {type(edit).__name__}")
+        result.append(dict(edit))
+    return result
 
 
 def _names(names: Any) -> str | list[str] | None:

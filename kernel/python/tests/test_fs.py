@@ -137,6 +137,9 @@ def test_expected_hashes_and_edits() -> None:
     params = ask(Files, "apply_patch", "p", expected_hashes={Path("a"): "h", "b": None})[1]
     assert params["expected_hashes"] == {"a": "h", "b": None}
     assert ask(Files, "patch", "a", ({"old": "x", "new": "y"},))[1]["edits"] == [{"old": "x", "new": "y"}]
+    for wrong in ("x", {"old": "x", "new": "y"}, [("x", "y")], ["x"]):
+        with pytest.raises(TypeError, match="edits is a list of"):
+            ask(Files, "patch", "a", wrong)
 
 
 PNG = base64.b64decode(
