@@ -18,10 +18,10 @@ RACE := GORACE=atexit_sleep_ms=0
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 FUZZTIME    ?= 2000x
 # What "make test" runs, in this order.
-STAGES := lint test-go test-fuzz test-python test-e2e test-systemd test-faults
+STAGES := lint test-go test-fuzz test-python test-e2e test-systemd test-differential test-faults
 GO_PACKAGES := ./...
 
-.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-faults faults
+.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-differential test-faults faults
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -73,6 +73,9 @@ test-e2e: build ## the built program with real MCP clients
 
 test-systemd: build ## the built program under a real systemd --user, and a booted systemd
 	MYPR_BIN="$(CURDIR)/$(BIN)" test/report.sh $(GO) test -vet=off -count=1 -timeout 15m ./test/systemd/...
+
+test-differential: ## the same units under a real systemd --user and under our supervisor
+	test/report.sh $(GO) test -vet=off -count=1 -timeout 15m ./test/differential
 
 bench: build ## measure against the floors, side by side
 	MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) run ./test/bench
