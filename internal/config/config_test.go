@@ -204,3 +204,31 @@ func FuzzMerge(f *testing.F) {
 		}
 	})
 }
+
+// The numbers of docs/config.md are the defaults, and those of the manual.
+func TestDefaultsAreDocumented(t *testing.T) {
+	text, err := os.ReadFile("../../docs/config.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, block, ok := strings.Cut(string(text), "```toml\n[limits]\n")
+	if !ok {
+		t.Fatal("no [limits] in docs/config.md")
+	}
+	block, _, _ = strings.Cut(block, "\n[")
+	root := t.TempDir()
+	if err := os.WriteFile(filepath.Join(root, "config.toml"), []byte("[limits]\n"+block), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("XDG_CONFIG_HOME", t.TempDir())
+	c, warnings, err := Load(root)
+	if err != nil || len(warnings) > 0 {
+		t.Fatal(warnings, err)
+	}
+	if got, want := c.Limits, Default().Limits; got != want || strings.Count(block, " = ") != reflect.TypeFor[Limits]().NumField() {
+		t.Errorf("documented %+v, the defaults are %+v", got, want)
+	}
+	if l := Default().Limits; l.CompletedTasks != 128 || l.CompletedRecords != 128 || l.CacheBytes != 33554432 || l.OutputBytes != 16<<20 || l.ExecuteWaitMS != 1000 {
+		t.Errorf("%+v", l)
+	}
+}

@@ -124,3 +124,30 @@ func TestLogIsBounded(t *testing.T) {
 		t.Errorf("another kernel: %+v", r)
 	}
 }
+
+// Half of cache_bytes is for ended executions (their code and what of their output is in
+// memory); the newest one stays anyway.
+func TestCacheIsBoundedInBytes(t *testing.T) {
+	w := newWorld(t, func(w *world) { w.opts.Limits.CacheBytes = 1 << 20 })
+	p := w.client()
+	kept := func() int {
+		m := w.manager()
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		return len(m.runs)
+	}
+	var last api.ExecResult
+	for range 4 {
+		last = p.run("print:x" + strings.Repeat(" ", 200_000))
+	}
+	if n := kept(); n != 2 {
+		t.Errorf("%d executions of 200 kB are kept in 512 KiB", n)
+	}
+	last = p.run("print:x" + strings.Repeat(" ", 900_000))
+	if n := kept(); n != 1 {
+		t.Errorf("%d are kept beside one that is over the limit alone", n)
+	}
+	if r := p.poll(api.PollParams{ExecID: last.ExecID}); r.State != api.Succeeded || text(r) != "x\n" {
+		t.Errorf("%+v", r)
+	}
+}
