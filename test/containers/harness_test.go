@@ -267,9 +267,9 @@ var people = sync.OnceValues(func() (map[string]*person, error) {
 	uid, err := testUID()
 	all := map[string]*person{}
 	for name, id := range map[string]int{"root": 0, "rootless": uid} {
-		group, runtime := "/sys/fs/cgroup/tests", "runc" // which needs no CAP_SYS_RESOURCE
+		user, group, runtime := "root", "/sys/fs/cgroup/tests", "runc" // which needs no CAP_SYS_RESOURCE
 		if id != 0 {
-			group, runtime = "/sys/fs/cgroup/user", "crun"
+			user, group, runtime = testUser, "/sys/fs/cgroup/user", "crun"
 		}
 		p := &person{name: name, uid: id, home: filepath.Join(top, name), run: fmt.Sprintf("/run/user/%d", id)}
 		conf := "[containers]\nnetns = \"none\"\npids_limit = 0\nlog_driver = \"k8s-file\"\n[engine]\ncgroup_manager = \"cgroupfs\"\nruntime = \"" + runtime +
@@ -281,7 +281,7 @@ var people = sync.OnceValues(func() (map[string]*person, error) {
 			os.WriteFile(filepath.Join(p.home, "containers.conf"), []byte(conf), 0o644), os.WriteFile(filepath.Join(p.home, "storage.conf"), []byte(storage), 0o644),
 			os.Chown(p.home, id, id), os.Chown(filepath.Join(p.home, "tmp"), id, id))
 		p.env = []string{
-			"HOME=" + p.home, "USER=" + name, "LANG=C.UTF-8", "PATH=" + top + ":/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "XDG_RUNTIME_DIR=" + p.run, "TMPDIR=" + p.home + "/tmp",
+			"HOME=" + p.home, "USER=" + user, "LANG=C.UTF-8", "PATH=" + top + ":/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "XDG_RUNTIME_DIR=" + p.run, "TMPDIR=" + p.home + "/tmp",
 			"CONTAINERS_CONF=" + p.home + "/containers.conf", "CONTAINERS_STORAGE_CONF=" + p.home + "/storage.conf",
 		}
 		all[name] = p
