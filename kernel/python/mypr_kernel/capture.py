@@ -12,6 +12,8 @@ import select
 import sys
 import time
 
+from . import descriptors
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +79,7 @@ def take_descriptors() -> tuple[list[Captured], Log]:
             os.fstat(fd)
         except OSError:  # started with it closed
             os.dup2(null, fd)
-    log = Log(os.dup(2))
+    log = Log(descriptors.copy(2))
     os.dup2(null, 0)
     if null > 2:
         os.close(null)
@@ -87,7 +89,7 @@ def take_descriptors() -> tuple[list[Captured], Log]:
         os.set_blocking(reader, False)
         os.dup2(writer, fd)
         os.close(writer)
-        captured.append(Captured(reader, stream))
+        captured.append(Captured(descriptors.aside(reader), stream))
     return captured, log
 
 

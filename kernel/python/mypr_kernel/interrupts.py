@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .cells import Cell
 
 PACKAGE = __name__.rpartition(".")[0]
+# What is sent when SIGINT does nothing: a cell may have it ignored, blocked or handled.
+SECOND = _signal.SIGRTMAX - 2
 
 
 class Request:
@@ -56,8 +58,9 @@ class Stopping(BaseException):
 
 def install() -> None:
     """Take SIGINT. On the main thread; again before each cell, as cells may take it away."""
-    if _signal.getsignal(_signal.SIGINT) is not _on_sigint:
-        _signal.signal(_signal.SIGINT, _on_sigint)
+    for number in (_signal.SIGINT, SECOND):
+        if _signal.getsignal(number) is not _on_sigint:
+            _signal.signal(number, _on_sigint)
     # A signal that comes just before the main thread waits would not end the wait; the I/O
     # thread, told through this descriptor, does. asyncio's add_signal_handler puts its own
     # there, with the same effect, and -1 when the last handler is removed.
@@ -70,6 +73,7 @@ def leave() -> None:
     """In a forked child: signals mean what they mean in any program."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    _signal.signal(SECOND, _signal.SIG_DFL)
     _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
 
 
@@ -114,6 +118,8 @@ def _on_sigint(number: int, frame: FrameType | None) -> None:
     request = _wanted()
     if request is None:
         return
+    if number == SECOND:
+        install()
     if interruptible(frame):
         _deliver(request)
     else:

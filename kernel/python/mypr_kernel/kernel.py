@@ -22,7 +22,7 @@ from _signal import SIGTERM, signal
 from _thread import get_ident, start_new_thread
 from collections import deque
 
-from . import environment, errors, interrupts, streams, wire
+from . import descriptors, environment, errors, interrupts, streams, wire
 from .capture import CStreams, take_descriptors
 from .cells import (
     QUEUED,
@@ -44,7 +44,7 @@ from .turn import Turn
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
     from types import FrameType, ModuleType
     from typing import Any, NoReturn
 
@@ -56,6 +56,7 @@ IDLE_AFTER_CELL = 0.03
 IPYTHON_AFTER = 0.15  # seconds after that, then IPython is imported
 LOADING_SWITCH_INTERVAL = 0.0005  # seconds, meanwhile
 MAX_FAILURES, FAILURES_WITHIN = 10, 10.0  # of the main thread between cells; seconds
+LEAST_RECURSION = 200  # frames: what the kernel's own code needs on top of a cell's
 STOP_WITHIN = 1.0  # seconds for cells to end, and again for their events to be acknowledged
 
 ENDING = "ending"  # its terminal event is being made; nothing may interrupt that
@@ -82,8 +83,8 @@ class Kernel:
         self.pid = os.getpid()
         environment.prepare(settings)
         captured, self.log = take_descriptors()
-        wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._inbox_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        wake_fd = descriptors.eventfd()
+        self._inbox_fd = descriptors.eventfd()
         self.inbox: deque[tuple[str, Any]] = deque()
         self.outbox = Outbox(wake_fd, *([settings.output_bytes] if settings.output_bytes else []))
         self.turn = Turn(wake_fd, self.outbox.flush)
@@ -148,6 +149,7 @@ class Kernel:
         sys.stderr = sys.__stderr__ = self._stderr  # type: ignore[assignment,misc]
         sys.stdin = sys.__stdin__ = streams.Input()  # type: ignore[assignment,misc]
         faulthandler.enable(self.log.fd)
+        sys.setrecursionlimit = _with_least(sys.setrecursionlimit)
         sys.breakpointhook = streams.refuse_debugger
         setattr(builtins, "display", self.display)  # noqa: B010
         interrupts.install()
@@ -340,6 +342,7 @@ class Kernel:
             self.registry.dequeued(cell)
             return
         interrupts.install()
+        self._restore_streams(None)
         self.link.settle()
         self.running.append(cell)
         self.registry.began(cell)
@@ -386,11 +389,27 @@ class Kernel:
             self.sources.drop(cell.filename)
         self._c_streams.flush()
         self.link.settle()
+        self._restore_streams(cell)
         cell.state = fields["state"]
         self.registry.ended(cell, fields, result, failure)
         self.outbox.state(cell, {"event": "state", **fields}, True)
         self.running.remove(cell)
         cell.release()
+
+    def _restore_streams(self, cell: Cell | None) -> None:
+        """Take back sys.stdout and sys.stderr that a cell has left replaced: what later cells
+        print would go nowhere. ``cell``: the one that is about to end and is told. What else
+        runs may be redirecting output for a while, so nothing is done beside it."""
+        own = {"stdout": self._stdout, "stderr": self._stderr}
+        replaced = [name for name, stream in own.items() if getattr(sys, name, None) is not stream]
+        if not replaced or self.registry.tasks_run() or any(c is not cell for c in self.running):
+            return
+        for name in replaced:
+            setattr(sys, name, own[name])
+        if cell is not None:
+            text = " and ".join(f"sys.{n}" for n in replaced)
+            text += " was left replaced: what cells print is shown again"
+            self.displays.warn(cell, "stream_replaced", text)
 
     async def _compile(self, cell: Cell) -> Program:
         try:
@@ -659,6 +678,16 @@ class _Handover:
 
     def __await__(self) -> Generator[None, None, None]:
         yield
+
+
+def _with_least(set_limit: Callable[[int], None]) -> Callable[[int], None]:
+    """sys.setrecursionlimit, which must leave room for the kernel's own code."""
+
+    def setrecursionlimit(limit: int, /) -> None:
+        set_limit(max(limit, LEAST_RECURSION) if type(limit) is int and limit > 0 else limit)
+
+    setrecursionlimit.__doc__ = set_limit.__doc__
+    return setrecursionlimit
 
 
 def _leave_child(failure: BaseException | None) -> NoReturn:

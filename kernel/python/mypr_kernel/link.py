@@ -20,7 +20,7 @@ from _signal import SIGTERM
 from _thread import allocate_lock, get_ident, start_new_thread
 from collections import deque
 
-from . import interrupts, wire
+from . import descriptors, interrupts, wire
 from .cells import QUEUED, RUNNING, Cell
 from .outbox import Chunk, Event, Message
 from .watch import Watch, interrupted
@@ -122,9 +122,9 @@ class Link:
         self._terminal: deque[tuple[int, str]] = deque()  # those events
         self._calls: dict[int, Call] = {}
 
-        self._signals, interrupts.wakeup_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._epoll = select.epoll()
-        self._pipes = select.epoll()  # the captured pipes alone; asked by the main thread too
+        self._signals, interrupts.wakeup_fd = descriptors.pipe()
+        self._epoll = descriptors.epoll()
+        self._pipes = descriptors.epoll()  # the captured pipes alone; asked by the main thread too
         self._paused = False  # the captured pipes are not read: the ring is full
         self._reconnect_at = 0.0  # monotonic; 0.0 for never
         self._reconnect_delay = RECONNECT_FIRST
@@ -441,9 +441,7 @@ class Link:
     # -- the socket ------------------------------------------------------------
 
     def _connect(self) -> None:
-        sock = _socket.socket(
-            _socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC | _socket.SOCK_NONBLOCK
-        )
+        sock = descriptors.unix_socket(_socket.SOCK_STREAM)
         try:
             sock.connect(self.path)
         except OSError as e:

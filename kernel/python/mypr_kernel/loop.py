@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import select
 import selectors
+import socket
 import sys
 from _thread import get_ident
 
+from . import descriptors
 from .cells import Cell, current
 
 TYPE_CHECKING = False
@@ -34,7 +36,9 @@ class Selector(selectors.EpollSelector):
         self._inbox = inbox
         self._take_inbox = take_inbox
         # Edge-triggered: it ends the wait and need not be read.
-        epoll: select.epoll = getattr(self, "_selector")  # noqa: B009
+        low: select.epoll = getattr(self, "_selector")  # noqa: B009
+        low.close()
+        epoll = self._selector = descriptors.epoll()
         epoll.register(inbox_fd, select.EPOLLIN | select.EPOLLET)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -49,6 +53,17 @@ class Selector(selectors.EpollSelector):
 
 class Loop(asyncio.SelectorEventLoop):
     """asyncio's loop; what goes to the default executor prints into the cell that sent it."""
+
+    def _make_self_pipe(self) -> None:
+        # As asyncio makes it, out of the way.
+        super()._make_self_pipe()  # type: ignore[misc]
+        self._remove_reader(self._ssock.fileno())  # type: ignore[attr-defined]
+        for name in ("_ssock", "_csock"):
+            low = getattr(self, name)
+            high = socket.socket(low.family, low.type, low.proto, descriptors.aside(low.detach()))
+            high.setblocking(False)
+            setattr(self, name, high)
+        self._add_reader(self._ssock.fileno(), self._read_from_self)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Refused, also before the loop runs (where the cell is that imports asyncio first):

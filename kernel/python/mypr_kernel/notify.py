@@ -5,6 +5,8 @@ from __future__ import annotations
 import _socket
 import os
 
+from . import descriptors
+
 
 class Notifier:
     """Talks to NOTIFY_SOCKET; does nothing without one.
@@ -23,9 +25,7 @@ class Notifier:
         if self._address:
             if isinstance(self._address, str) and self._address.startswith("@"):
                 self._address = b"\0" + os.fsencode(self._address[1:])
-            self._socket = _socket.socket(
-                _socket.AF_UNIX, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC | _socket.SOCK_NONBLOCK
-            )
+            self._socket = descriptors.unix_socket(_socket.SOCK_DGRAM)
 
     def send(self, text: str) -> None:
         """Send one notification. A supervisor that is away or full misses it."""

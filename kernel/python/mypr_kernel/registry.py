@@ -197,6 +197,10 @@ class Registry:
         """Visible tasks that have not ended."""
         return [h for h in self._handles.values() if isinstance(h, TaskHandle) and h.visible and not h.done]
 
+    def tasks_run(self) -> bool:
+        """Whether any task, visible or not, has not ended."""
+        return any(isinstance(h, TaskHandle) and not h.done for h in self._handles.values())
+
     def leave(self) -> List[Any]:
         """Cancel every task, because the process ends; the asyncio tasks to wait for."""
         tasks = []

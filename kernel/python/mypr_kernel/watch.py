@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ANSWER_WITHIN = 0.5  # seconds from an interrupt to "pending"
 RESEND_EVERY = 0.05  # seconds between signals to a cell that still holds the loop
 RESEND_FOR = 1.0  # seconds
+SECOND_AFTER = 0.3  # seconds of SIGINT without effect, then the other signal
 REPEATED_SIGNALS = 20  # KeyboardInterrupts that a second request for the same cell may raise
 
 
@@ -165,8 +166,9 @@ class Watch:
                 # Again and again: the signal may have met a moment in which another cell
                 # or the kernel itself ran.
                 request.signal_at = now + RESEND_EVERY
+                first = now < request.until - RESEND_FOR + SECOND_AFTER
                 if self._turn.since:
-                    pthread_kill(self._main_thread, SIGINT)
+                    pthread_kill(self._main_thread, SIGINT if first else interrupts.SECOND)
         if not request.answer_at and not request.signal_at:
             self._forget(request)
 

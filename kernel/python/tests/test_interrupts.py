@@ -205,3 +205,25 @@ def test_a_short_turn_is_not_reported(kernel: Kernel) -> None:
     kernel.wait_for(lambda m: m["type"] == "pong" and m["id"] == 3)
     # A machine that stops for so long makes a long turn of a short one.
     assert not [m for m in kernel.messages if m["type"] == "loop"] or float(cell.result or "") > 0.4
+
+
+@pytest.mark.parametrize(
+    "deaf",
+    [
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "signal.signal(signal.SIGINT, lambda *_: None)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})",
+    ],
+)
+def test_a_cell_that_is_deaf_to_sigint_is_interrupted(kernel: Kernel, deaf: str) -> None:
+    for work in ("while True: pass", "time.sleep(600)"):
+        exec_id = kernel.execute(f"import signal, time\n{deaf}\n{work}")
+        blocked(kernel, exec_id)
+        assert kernel.outcome(kernel.interrupt(exec_id)) == "interrupted"
+        assert kernel.cell(exec_id).state == "cancelled"
+    assert (
+        kernel.run("signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT}); 1 + 1").state == "succeeded"
+    )
+    exec_id = kernel.execute("time.sleep(600)")
+    blocked(kernel, exec_id)
+    assert kernel.outcome(kernel.interrupt(exec_id)) == "interrupted"

@@ -151,7 +151,7 @@ TAKE_AWAY = {
     "every epoll": "[os.close(f) for f, n in files if n == 'anon_inode:[eventpoll]']",
     "every eventfd": "[os.close(f) for f, n in files if n == 'anon_inode:[eventfd]']",
     "every pipe": "[os.close(f) for f, n in files if f > 2 and n.startswith('pipe:')]",
-    "all": "os.closerange(0, 100)",
+    "all": "os.closerange(0, 1 << 16)",
     "builtins": "import builtins\nbuiltins.len = builtins.type = builtins.isinstance = None",
 }
 
@@ -166,6 +166,39 @@ def test_a_kernel_without_what_it_needs_ends(kernel: Kernel, what: str) -> None:
     except OSError:  # it is quick
         pass
     assert kernel.process.wait(DEADLINE) == 1
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("how", ["os.closerange(3, 256)", "[os.dup2(n, f) for f in range(3, 256)]"])
+def test_low_descriptors_are_the_cells(kernel: Kernel, how: str, first: bool) -> None:
+    """What programs do with the numbers from 3 on does not hit the kernel."""
+    if not first:
+        kernel.run("import asyncio\nawait asyncio.sleep(0)")
+    assert kernel.run(f"import os\nn = os.open('/dev/null', os.O_RDWR)\n{how}").state == "succeeded"
+    cell = kernel.run(
+        "import asyncio, os, subprocess\nprint(await asyncio.to_thread(lambda: 'thread'))\n"
+        "os.write(1, b'raw\\n')\nsubprocess.run('echo child; echo err >&2', shell=True)"
+    )
+    assert (cell.state, cell.text(raw=False), cell.text(raw=True)) == (
+        "succeeded",
+        "thread\n",
+        "raw\nchild\n",
+    )
+    kernel.drop()
+    kernel.connect()
+    assert kernel.run("await asyncio.sleep(0.01); 1 + 1").result == "2"
+    exec_id = kernel.execute("await asyncio.sleep(600)")
+    kernel.wait_state(exec_id, "running")
+    assert kernel.outcome(kernel.interrupt(exec_id)) == "cancelled"
+
+
+def test_the_kernel_keeps_room_for_its_own_code(kernel: Kernel) -> None:
+    cell = kernel.run("import sys\nsys.setrecursionlimit(40)\nsys.getrecursionlimit()")
+    assert (cell.state, cell.result) == ("succeeded", "200")
+    assert kernel.run("def f(): f()\nf()").error.startswith("RecursionError")
+    assert kernel.run("await __import__('asyncio').sleep(0); 'x' * 10").result == "'xxxxxxxxxx'"
+    assert kernel.run("sys.setrecursionlimit(0)").error.startswith("ValueError")
+    assert kernel.run("sys.setrecursionlimit(5000); sys.getrecursionlimit()").result == "5000"
 
 
 def test_a_kernel_whose_connection_is_closed_connects_again(kernel: Kernel) -> None:

@@ -269,3 +269,36 @@ def test_finalizers_print_wherever_the_collector_runs_them(kernel: Kernel) -> No
     log = kernel.log.read_text()
     assert cell.text("stderr").count("del\n") + log.count("del\n") == 5000
     assert kernel.run("1").result == "1"
+
+
+def test_streams_that_a_cell_leaves_replaced_are_taken_back(kernel: Kernel) -> None:
+    cell = kernel.run("import io, sys\nsys.stdout = io.StringIO()\nprint('into it')")
+    assert (cell.state, cell.text()) == ("succeeded", "")
+    [warning] = cell.of("warning")
+    assert (warning["code"], warning["text"][:10]) == ("stream_replaced", "sys.stdout")
+    assert kernel.run("print('shown')").text() == "shown\n"
+    cell = kernel.run("del sys.stdout\nsys.stderr = None\n1 / 0")
+    assert cell.state == "failed"
+    assert cell.of("warning")[0]["text"].startswith("sys.stdout and sys.stderr was")
+    assert kernel.run("sys.stderr.write('shown')").text("stderr") == "shown"
+    assert not kernel.run("print('shown')").of("warning")
+
+
+def test_a_redirection_of_what_still_runs_is_let_alone(kernel: Kernel) -> None:
+    kernel.run("import asyncio, contextlib, io")
+    other = kernel.execute(
+        "with contextlib.redirect_stdout(io.StringIO()) as kept:\n"
+        "    go = asyncio.Event(); await go.wait(); print('kept')\nkept.getvalue()"
+    )
+    kernel.wait_state(other, "running")
+    assert not kernel.run("1").of("warning")
+    kernel.run("go.set()")
+    kernel.wait_state(other)
+    assert kernel.cell(other).result == "'kept\\n'"
+    # A task redirects, and ends without a cell: the next cell finds the stream in place.
+    kernel.run(
+        "async def work(): sys.stdout = io.StringIO(); await go2.wait()\n"
+        "import sys; go2 = asyncio.Event(); t = ws.tasks.start(work())\nawait asyncio.sleep(0)"
+    )
+    assert kernel.run("print('hidden'); go2.set(); await t").text() == ""
+    assert kernel.run("print('shown')").text() == "shown\n"
