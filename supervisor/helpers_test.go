@@ -147,4 +147,17 @@ func gone(pid int) bool {
 	return err != nil || strings.Contains(string(b), ") Z ")
 }
 
+// stopped: it does not run until it is continued, and makes no other process.
+func stopped(pid int) bool {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	return err != nil || strings.Contains(string(b), ") T ") || strings.Contains(string(b), ") Z ")
+}
+
+func (e *env) pids(name string) []int {
+	e.t.Helper()
+	d, err := e.c.Show(e.ctx, name)
+	e.must(err)
+	return d.PIDs
+}
+
 func alive(pid int) bool { return syscall.Kill(pid, 0) == nil && !gone(pid) }

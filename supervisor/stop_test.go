@@ -248,8 +248,12 @@ func TestFreeze(t *testing.T) {
 		if st := e.status(u.Name); !st.Frozen {
 			t.Errorf("not shown as frozen: %+v", st)
 		}
-		// A write that was under way in the kernel may still end (tier 3); then nothing more comes.
-		<-time.After(100 * time.Millisecond)
+		if tier == 3 { // each has got SIGSTOP, and stops when it would run
+			for _, pid := range e.pids(u.Name) {
+				for !stopped(pid) && e.ctx.Err() == nil {
+				}
+			}
+		}
 		out.drain()
 		<-time.After(200 * time.Millisecond)
 		if n := out.drain(); n > 0 {

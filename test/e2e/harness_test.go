@@ -272,6 +272,21 @@ func (s *session) signal(pid int, sig unix.Signal) {
 	}
 }
 
+// suspend stops a process and returns when it has stopped: until the thread that gets the
+// signal runs, the others go on.
+func (s *session) suspend(pid int) {
+	s.t.Helper()
+	if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
+		s.t.Fatal(err)
+	}
+	for end := time.Now().Add(patience); time.Now().Before(end); {
+		if stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid)); err != nil || bytes.Contains(stat, []byte(") T ")) {
+			return
+		}
+	}
+	s.t.Fatalf("process %d does not stop", pid)
+}
+
 // front is one MCP client with its own front end, speaking plain JSON lines.
 type front struct {
 	s   *session

@@ -31,9 +31,7 @@ func TestStatusOfAKernelThatDoesNotRun(t *testing.T) {
 	}
 	ready("before")
 	pid := s.unitPID("kernel.service")
-	if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
+	s.suspend(pid)
 	silent("kill -CONT")
 	if err := syscall.Kill(pid, syscall.SIGCONT); err != nil {
 		t.Fatal(err)

@@ -79,7 +79,7 @@ func (v *leftovers) watchdogs() error {
 		return err
 	}
 	began := time.Now()
-	if err := syscall.Kill(manager, syscall.SIGSTOP); err != nil {
+	if err := suspend(manager); err != nil {
 		return err
 	}
 	out, err := must(f, "mark")
@@ -93,7 +93,7 @@ func (v *leftovers) watchdogs() error {
 	if err != nil {
 		return err
 	}
-	if err := syscall.Kill(kernel, syscall.SIGSTOP); err != nil {
+	if err := suspend(kernel); err != nil {
 		return err
 	}
 	c, err := f.run("mark", "")
@@ -247,7 +247,7 @@ func (v *leftovers) crash() error {
 		}
 	}
 	// The supervisor starts another anchor at once; both die now.
-	if err := syscall.Kill(supervisor, syscall.SIGSTOP); err != nil {
+	if err := suspend(supervisor); err != nil {
 		return err
 	}
 	for _, p := range v.s.processes() {

@@ -157,6 +157,20 @@ func kill(pid int) error {
 	}
 }
 
+// suspend sends SIGSTOP and returns when the process has stopped: until the thread that
+// gets the signal runs, the others go on.
+func suspend(pid int) error {
+	if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
+		return err
+	}
+	for end := time.Now().Add(patience); time.Now().Before(end); {
+		if stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid)); err != nil || bytes.Contains(stat, []byte(") T ")) {
+			return err
+		}
+	}
+	return fmt.Errorf("pid %d does not stop", pid)
+}
+
 // processes lists what has the session's mark in its environment.
 func (s *session) processes() (found []string) {
 	dirs, _ := filepath.Glob("/proc/[0-9]*/environ")
