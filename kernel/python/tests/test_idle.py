@@ -88,7 +88,7 @@ def full_ring(kernel: Kernel) -> None:
     exec_id = kernel.execute(
         "import subprocess\np = subprocess.Popen(['yes'])\nwhile True: print('x' * 65536)"
     )
-    kernel.wait_for(lambda m: m["type"] == "loop" and m["blocked"]["exec_id"] == exec_id)
+    kernel.wait_for(lambda m: m["type"] == "loop" and (m["blocked"] or {}).get("exec_id") == exec_id)
 
 
 def unanswered_call(kernel: Kernel) -> None:
