@@ -17,10 +17,15 @@ func TestStatusOfAKernelThatDoesNotRun(t *testing.T) {
 	s.ok("exec", "1")
 	ready := func(when string) {
 		t.Helper()
-		// What it was stopped in the middle of counts as blocking for a moment.
-		if r := s.status(); !r.Healthy || r.Status.Kernel.State != "ready" && r.Status.Kernel.State != "blocked" {
-			t.Errorf("%s: %+v %s", when, r.Status.Kernel, r.Problem)
+		var r api.StatusReport
+		for range 60 { // on a slow machine it may not answer in time
+			r = s.status()
+			// What it was stopped in the middle of counts as blocking for a moment.
+			if r.Healthy && (r.Status.Kernel.State == "ready" || r.Status.Kernel.State == "blocked") {
+				return
+			}
 		}
+		t.Errorf("%s: %+v %s", when, r.Status, r.Problem)
 	}
 	silent := func(next string) {
 		t.Helper()

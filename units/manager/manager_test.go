@@ -626,8 +626,8 @@ func TestBlocked(t *testing.T) {
 	}
 	w.sup.current().open("g")
 	p.finish(r.ExecID)
-	s := w.until("unblocked", func(s *api.Status) bool { return s.Kernel.Blocked == nil })
-	if s.Kernel.State != "ready" || len(s.Active)+len(s.Queued) != 1 {
+	s := w.until("unblocked", func(s *api.Status) bool { return s.Kernel.Blocked == nil && s.Kernel.State == "ready" })
+	if len(s.Active)+len(s.Queued) != 1 {
 		t.Errorf("%+v", s)
 	}
 	w.sup.current().open("x")
