@@ -1,9 +1,11 @@
-"""docs/WS.md is what the docstrings say. ``MYPR_WRITE_DOCS=1 pytest tests/test_docs.py`` writes it."""
+"""docs/WS.md and docs/ws/ are what the docstrings say (``MYPR_WRITE_DOCS=1 pytest
+tests/test_docs.py`` writes them), and nobody is told of a call that does not exist."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from mypr_kernel.skills import Skills
 from mypr_kernel.tasks import Tasks
 from mypr_kernel.workspace import Client, Workspace
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "WS.md"
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
 
 HEAD = """# The workspace API
 
 Every cell finds it as `ws`. Methods shown with `await` are asynchronous, the others answer at
-once. `ws.help()` shows the same in a session. This page is made from the docstrings
-(`kernel/python/tests/test_docs.py`); change those.
+once. `ws.help()` shows the same in a session. This page and those below are made from the
+docstrings (`kernel/python/tests/test_docs.py`); change those.
 
 Errors that the manager sends are `ws.RPCError` with `code`, `hint`, `operation` and `details`;
 they are also `ValueError` (code invalid_request, invalid_cursor), `LookupError` (not_found),
@@ -34,6 +37,7 @@ they are also `ValueError` (code invalid_request, invalid_cursor), `LookupError`
 docs/JOBS.md tells how commands run, docs/FILES.md how files are read and written.
 """
 
+# What is described where: a heading of docs/ws/<page>.md each.
 PAGES: list[tuple[str, type, str]] = [
     ("ws.fs", Files, "Files"),
     ("ws.git", Git, "Git"),
@@ -51,11 +55,39 @@ PAGES: list[tuple[str, type, str]] = [
 ]
 
 
-def test_the_page_is_what_the_docstrings_say() -> None:
-    text = page()
+def test_the_pages_are_what_the_docstrings_say() -> None:
+    pages = {"WS.md": index(), **{f"ws/{name}.md": text for name, text in namespaces().items()}}
     if os.environ.get("MYPR_WRITE_DOCS"):
-        DOCS.write_text(text)
-    assert DOCS.read_text() == text, "run MYPR_WRITE_DOCS=1 pytest tests/test_docs.py"
+        (DOCS / "ws").mkdir(exist_ok=True)
+        for name, text in pages.items():
+            (DOCS / name).write_text(text)
+    for name, text in pages.items():
+        assert (DOCS / name).read_text() == text, "run MYPR_WRITE_DOCS=1 pytest tests/test_docs.py"
+    assert {f"ws/{path.name}" for path in (DOCS / "ws").iterdir()} | {"WS.md"} == set(pages)
+
+
+NAME = re.compile(r"\bws((?:\.[a-z][a-z_]*)+)")
+
+
+def test_nobody_is_told_of_a_call_that_does_not_exist() -> None:
+    """What agents and people read: instructions, results, hints of errors, pages."""
+    known = {""} | {"." + member for member, _ in members(Workspace)}
+    for name, kind, _ in PAGES:
+        if name.startswith("ws."):
+            known |= {name[2:]} | {f"{name[2:]}.{member}" for member, _ in members(kind)}
+    places = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("kernel/python/mypr_kernel/*.py")]
+    places += [p for d in ("internal", "units", "cmd", "kernel") for p in ROOT.glob(f"{d}/**/*.go")]
+    told = 0
+    for path in places:
+        if path.name.endswith("_test.go"):
+            continue
+        for match in NAME.finditer(path.read_text()):
+            name = match.group(1)
+            if name.rpartition(".")[0] in (".local", ".workspace", ".root"):
+                continue  # of a dictionary or a path
+            assert name in known, f"{path.relative_to(ROOT)} speaks of ws{name}"
+            told += 1
+    assert told > 100
 
 
 def test_everything_public_says_what_it_does() -> None:
@@ -65,10 +97,30 @@ def test_everything_public_says_what_it_does() -> None:
             assert inspect.getdoc(value), f"{name}.{member} has no docstring"
 
 
-def page() -> str:
-    lines = [HEAD, "## ws", "", *described("ws", Workspace)]
+def index() -> str:
+    lines = [HEAD, "## ws", "", *described("ws", Workspace), "## Namespaces", ""]
     for name, kind, title in PAGES:
-        lines += [f"## {title}: `{name}`", "", inspect.getdoc(kind) or "", "", *described(name, kind)]
+        page = f"ws/{page_of(name, kind)}.md"
+        lines.append(f"- [`{name}`]({page}): {title[0].lower()}{title[1:]}")
+    return finished(lines)
+
+
+def namespaces() -> dict[str, str]:
+    """The text of each page of docs/ws, by its name."""
+    pages: dict[str, list[str]] = {}
+    for name, kind, title in PAGES:
+        page = pages.setdefault(page_of(name, kind), [])
+        page += [f"{'##' if page else '#'} {title}: `{name}`", "", inspect.getdoc(kind) or "", ""]
+        page += described(name, kind)
+    return {name: finished(lines) for name, lines in pages.items()}
+
+
+def page_of(name: str, kind: type) -> str:
+    """Handles are described with what returns them."""
+    return {Job: "shell", Handle: "tasks"}.get(kind, name.rpartition(".")[2])
+
+
+def finished(lines: list[str]) -> str:
     return "\n".join(lines).replace("``", "`").rstrip() + "\n"
 
 
