@@ -28,6 +28,9 @@ import (
 	"mypr/supervisor/spec"
 )
 
+// ignoreVariable makes a supervisor in a process of its own begin as nohup would start it.
+const ignoreVariable = "TEST_IGNORE_SIGNALS"
+
 // config of a supervisor in a process of its own.
 type config struct {
 	Dir, Name, Version string
@@ -37,6 +40,9 @@ type config struct {
 
 func init() {
 	roles["supervisor"] = func([]string) {
+		if os.Getenv(ignoreVariable) != "" {
+			signal.Ignore(syscall.SIGHUP, syscall.SIGINT)
+		}
 		var c config
 		b, err := os.ReadFile(os.Getenv("TEST_CONFIG"))
 		must(false, err)

@@ -328,9 +328,11 @@ func (b *shimBox) start(tag string, c *process.Command, done func(*process.Proce
 			if p != nil {
 				early := b.early
 				b.early = nil
-				for _, e := range early {
-					b.exited(e)
-				}
+				b.s.soon(func() { // when its start has been told: it was one, however short
+					for _, e := range early {
+						b.exited(e)
+					}
+				})
 			}
 		})
 	}()

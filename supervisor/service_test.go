@@ -3,7 +3,6 @@ package supervisor_test
 import (
 	"fmt"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -272,11 +271,9 @@ func TestReload(t *testing.T) {
 
 // Started by nohup or in the background of a shell, and yet its units heed their signals.
 func TestIgnoredSignalsAreNotPassedOn(t *testing.T) {
-	signals := []os.Signal{syscall.SIGHUP, syscall.SIGINT}
-	signal.Ignore(signals...)
-	defer signal.Reset(signals...)
+	t.Setenv(ignoreVariable, "1")
 	tiers(t, func(t *testing.T, tier int) {
-		e := start(t, tier)
+		e := startOuter(t, tier, true) // what this process ignored once, it could not undo
 		out, _ := e.output(shell("i.service", "grep SigIgn /proc/self/status"), nil)
 		if ignored := strings.TrimSpace(strings.TrimPrefix(out, "SigIgn:")); ignored != strings.Repeat("0", 16) {
 			t.Errorf("ignored: %q", out)
