@@ -211,7 +211,7 @@ func childAs(t *testing.T, uid int, args ...string) (string, error) {
 	}
 	defer os.RemoveAll(dir)
 	bin := filepath.Join(dir, "bin")
-	if err := errors.Join(os.Chmod(dir, 0o755), os.WriteFile(bin, b, 0o755)); err != nil {
+	if err := errors.Join(os.Chmod(dir, 0o755), os.WriteFile(bin, b, 0o755), os.Chmod(bin, 0o755)); err != nil {
 		t.Fatal(err)
 	}
 	return childOf(t, &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uint32(uid), Gid: uint32(uid)}}, bin, args...)

@@ -157,7 +157,7 @@ func TestStartFailures(t *testing.T) {
 		{fake: "refuse", want: []string{"the configuration is wrong", "mend it"}},
 		{fake: "exit", want: []string{"could not be started", "exit status 3", "something broke", "supervisor.log"}},
 		{fake: "hang", timeout: 100 * time.Millisecond, want: []string{"not ready within 100ms"}},
-		{exe: "/nonexistent", want: []string{"/nonexistent", "no such file"}},
+		{exe: "/proc/nonexistent", want: []string{"/proc/nonexistent", "no such file"}},
 		{exe: "/bin/true", want: []string{"exit status 0"}},
 	} {
 		t.Run(c.fake+c.exe, func(t *testing.T) {
