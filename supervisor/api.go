@@ -249,6 +249,16 @@ func (u *unit) killBy(p control.KillParams) error {
 	if p.Signal <= 0 || p.Signal > 64 {
 		return rpc.Errorf(rpc.CodeInvalidRequest, "%d is no signal", p.Signal)
 	}
+	if u.box == nil && p.Who == "all" && len(u.linger) > 0 { // what KillMode= left of earlier runs
+		for _, b := range u.linger {
+			if sig == syscall.SIGKILL {
+				b.kill()
+			} else {
+				b.signal(sig)
+			}
+		}
+		return nil
+	}
 	if !u.isService() || u.box == nil {
 		return rpc.Errorf(rpc.CodeConflict, "%s has no processes: it is %s", u.name, u.State.Active())
 	}

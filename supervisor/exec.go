@@ -91,7 +91,7 @@ func (u *unit) environment(main bool, cred *credential) ([]string, error) {
 	if !sv.ExactEnvironment {
 		env[ControlEnvironment] = u.s.opt.ControlPath
 	}
-	if u.notifyAccess() != "none" && u.s.opt.NotifyPath != "" {
+	if access := u.notifyAccess(); u.s.opt.NotifyPath != "" && (access == "exec" || access == "all" || access == "main" && main) {
 		env[notify.Environment] = u.s.opt.NotifyPath
 	}
 	if main && u.WatchdogUS > 0 {
@@ -298,7 +298,7 @@ func (u *unit) command(c spec.Command, main bool) (*process.Command, []*os.File,
 	sv := u.def.Service
 	cred, err := u.credential()
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, &setupError{exitUser, err}
 	}
 	env, err := u.environment(main, cred)
 	if err != nil {
@@ -318,13 +318,13 @@ func (u *unit) command(c spec.Command, main bool) (*process.Command, []*os.File,
 		return nil, nil, err
 	}
 	if p.Dir, err = u.workingDirectory(cred); err != nil {
-		return nil, nil, err
+		return nil, nil, &setupError{exitChdir, err}
 	}
 	var opened []*os.File
 	p.Stdio, opened, err = u.stdio(main)
 	if err != nil {
 		closeAll(opened)
-		return nil, nil, err
+		return nil, nil, &setupError{exitStdout, err}
 	}
 	p.TTY = main && u.isTTY()
 	if main {
@@ -337,6 +337,22 @@ func (u *unit) command(c spec.Command, main bool) (*process.Command, []*os.File,
 	}
 	return p, opened, nil
 }
+
+// setupError is why a process could not be made, with the exit status that systemd has
+// for it (systemd.exec(5), "Process Exit Codes").
+type setupError struct {
+	code int
+	err  error
+}
+
+const (
+	exitChdir  = 200
+	exitStdout = 209
+	exitUser   = 217
+)
+
+func (e *setupError) Error() string { return e.err.Error() }
+func (e *setupError) Unwrap() error { return e.err }
 
 func lookPath(path string, env []string) (string, error) {
 	if strings.Contains(path, "/") {

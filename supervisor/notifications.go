@@ -129,7 +129,7 @@ func (u *unit) notification(m *notify.Message) {
 		u.enter(Reload, "RELOADING=1")
 		u.arm(u.timeoutStart())
 	}
-	if f.Is("READY") {
+	if f.Is("READY") && u.State != StartPre { // what ExecStartPre= says is not about the main process
 		u.Ready = true
 		switch {
 		case u.State == Start && u.main != nil && u.main.p != nil && u.def.Service.Type == "notify":

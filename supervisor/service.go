@@ -140,7 +140,12 @@ func (u *unit) spawned(pr *proc, p *process.Process, err error) {
 		if cmds := u.commands(); errors.As(err, new(syscall.Errno)) && !errors.As(err, &step) && u.Command < len(cmds) {
 			u.Error = fmt.Sprintf("cannot execute %s: %v", cmds[u.Command].Path, err)
 		}
-		u.ended(pr, process.Exit{Known: true, Code: process.ExitExec})
+		exit := process.Exit{Known: true, Code: process.ExitExec}
+		var setup *setupError
+		if errors.As(err, &setup) {
+			exit.Code = setup.code
+		}
+		u.ended(pr, exit)
 		return
 	}
 	pr.p, pr.child = p, !pr.shim
@@ -322,6 +327,10 @@ func (u *unit) mainGone(result, why string) {
 		return
 	}
 	u.setResult(result)
+	if result != resultSuccess { // nobody is there whom ExecStop= could ask to end
+		u.enterSigterm(why)
+		return
+	}
 	u.enterStop(why)
 }
 
@@ -356,7 +365,7 @@ func (u *unit) controlEnded(exit process.Exit) {
 		u.enterSigterm(why)
 	case StartPost:
 		u.setResult(result)
-		u.enterStop(why)
+		u.enterSigterm(why)
 	case Reload:
 		u.reloadFailed(why)
 	case Stop:
@@ -388,7 +397,7 @@ func (u *unit) mainStarted() {
 	switch u.def.Service.Type {
 	case spec.TypeOneshot:
 	case spec.TypeNotify:
-		if u.Ready { // it came through ExecStartPre's NotifyAccess=all, or before a re-execution
+		if u.Ready { // it came before a re-execution
 			u.enterStartPost("READY=1")
 		}
 	default:
@@ -438,9 +447,9 @@ func (u *unit) armRuntime(d time.Duration) {
 // stop ends a run from any state.
 func (u *unit) stop(reason string) {
 	switch u.State {
-	case StartPre, Start:
+	case StartPre, Start, StartPost: // ExecStop= is for what has been up
 		u.enterSigterm(reason)
-	case StartPost, Running, Exited, Reload:
+	case Running, Exited, Reload:
 		u.dropControl()
 		u.enterStop(reason)
 	case StopSigterm:
@@ -633,8 +642,7 @@ func (u *unit) timedOut() {
 		u.enterSigterm("timeout")
 	case StartPost:
 		u.fail(resultTimeout, text)
-		u.dropControl()
-		u.enterStop("timeout")
+		u.enterSigterm("timeout")
 	case Reload:
 		u.dropControl()
 		u.reloadFailed(text)

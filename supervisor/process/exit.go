@@ -40,10 +40,14 @@ func (e Exit) String() string {
 	}
 }
 
-// SignalName is "SIGTERM" for 15.
+// SignalName is "SIGTERM" for 15 and "RTMIN+1" for 35, as systemd has them.
 func SignalName(n int) string {
-	if s := unix.SignalName(syscall.Signal(n)); s != "" {
+	const rtmin, rtmax = 34, 64 // glibc's: it keeps two for itself
+	switch s := unix.SignalName(syscall.Signal(n)); {
+	case s != "":
 		return s
+	case n >= rtmin && n <= rtmax:
+		return fmt.Sprintf("RTMIN+%d", n-rtmin)
 	}
 	return fmt.Sprintf("signal %d", n)
 }
