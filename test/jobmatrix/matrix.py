@@ -126,7 +126,8 @@ def descriptors():
                     kind = re.sub(r"[0-9a-f]{6,}|\d+", "N", os.readlink(f"/proc/{pid}/fd/{fd}"))
                 except OSError:
                     continue
-                if "history.sqlite" not in kind:  # a pool: it grows to its size, and no further
+                # A pool, which grows to its size; and what the kernel takes once, a little after its start.
+                if "history.sqlite" not in kind and "/kernel-N" not in kind:
                     kinds[kind] += 1
         except OSError:
             continue

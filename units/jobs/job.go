@@ -27,6 +27,7 @@ type job struct {
 	over    chan struct{} // closed when the state is terminal
 	pumps   sync.WaitGroup
 	writing chan struct{} // a token: one write at a time
+	saving  sync.Mutex    // one save at a time, so that the last has the newest state
 
 	mu      sync.Mutex // guards the fields below
 	st      Status
@@ -328,7 +329,7 @@ func (j *job) finish(u *control.UnitStatus, err error) {
 	default:
 		j.st.State, j.st.Cause, j.st.Error = api.Lost, causeUnknown, "how it ended is not known: "+err.Error()
 	}
-	j.st.Stdin = false
+	j.st.Stdin, j.st.Typing = false, false
 	if j.st.FinishedAt < j.st.CreatedAt {
 		j.st.FinishedAt = now()
 	}
@@ -357,6 +358,8 @@ func (j *job) release() {
 
 // save makes what is known of the job durable, with a line for the log.
 func (j *job) save(ctx context.Context, event string) error {
+	j.saving.Lock()
+	defer j.saving.Unlock()
 	st := j.status()
 	raw, err := json.Marshal(&st)
 	if err != nil {
@@ -391,6 +394,10 @@ func (j *job) resume() {
 	j.mu.Lock()
 	cancelling, invocation := j.st.State == Cancelling, j.st.Invocation
 	j.logged = j.out.size
+	if j.st.Typing {
+		j.st.Typing = false
+		j.st.warn("input_unknown", "the manager ended while it typed the input into the terminal: how much of it arrived is not known, and its end was not typed")
+	}
 	j.mu.Unlock()
 	if err == nil && invocation != "" && r.Unit.InvocationID != invocation {
 		closeFiles(ends)

@@ -18,11 +18,9 @@
 //
 // # Output across a crash
 //
-// Pipes: every byte that a job writes is in its output file exactly once, however this
-// process ends (see output). Terminals: the kernel has no such call for them, so bytes
-// that were read and not yet written when the process was killed are lost; that is one
-// read of at most 64 KiB, in a window of microseconds. A power failure may cost what
-// the page cache held.
+// Every byte that a job writes is in its output file exactly once, however this process
+// ends (see output, and readTerminal for terminals). A power failure may cost what the page
+// cache held.
 package jobs
 
 import (
@@ -359,7 +357,7 @@ func (s *Service) revive(raw []byte) (*job, error) {
 	}
 	j := newJob(s, st)
 	j.recorded = true
-	if err := j.out.load(); err != nil {
+	if err := j.out.load(st.PTY && !api.Terminal(st.State)); err != nil {
 		j.st.warn("output_lost", "what was kept of the output cannot be read: "+err.Error())
 	}
 	j.out.dropped, j.out.unsaved = st.OutputDropped, st.OutputUnsaved

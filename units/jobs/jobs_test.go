@@ -21,7 +21,7 @@ import (
 
 func TestMain(m *testing.M) {
 	if os.Getenv("JOBS_TEST_ROLE") == "pump" {
-		os.Exit(pumpRole(os.Getenv("JOBS_TEST_BASE")))
+		os.Exit(pumpRole(os.Getenv("JOBS_TEST_BASE"), os.Getenv("JOBS_TEST_TTY") != ""))
 	}
 	goleak.VerifyTestMain(m)
 }
@@ -409,6 +409,24 @@ func TestResume(t *testing.T) {
 	}
 	if live, _ := w.h.Live(t.Context()); len(live) != 0 {
 		t.Fatalf("%+v", live)
+	}
+}
+
+// Input that was on its way into a terminal when the manager ended: nobody knows how far
+// it came, and that is said.
+func TestResumeOfTyping(t *testing.T) {
+	w := newWorld(t)
+	text, _ := json.Marshal(strings.Repeat("nobody reads this\n", 50_000))
+	st := must[Status](w, "shell.start", params("echo up; exec sleep 1000", `"pty":true,"input":`+string(text)))
+	must[readResult](w, "shell.read", `{"id":"`+st.ID+`","wait_ms":30000}`)
+	w.s.Suspend()
+	w.s = New(w.o)
+	if err := w.s.Resume(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	st = must[Status](w, "shell.status", `{"id":"`+st.ID+`"}`)
+	if st.State != "running" || st.Typing || len(st.Warnings) != 1 || st.Warnings[0].Code != "input_unknown" {
+		t.Errorf("%+v", st)
 	}
 }
 

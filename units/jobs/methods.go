@@ -152,7 +152,7 @@ func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startPara
 	st := Status{
 		ID: p.ID, Kind: kind, State: api.Running, Command: p.Command, Cwd: p.Cwd, ClientID: c.ClientID, ConnectionID: c.ConnectionID,
 		ExecID: c.ExecID, Generation: c.Generation, PTY: p.PTY, Rows: p.Rows, Cols: p.Cols, Stdin: p.Stdin || p.PTY,
-		Timeout: p.Timeout, CreatedAt: now(),
+		Typing: p.PTY && p.Input != nil, Timeout: p.Timeout, CreatedAt: now(),
 	}
 	if p.Limits != (Limits{}) {
 		st.Limits = &p.Limits
@@ -666,6 +666,19 @@ func (j *job) feed(text string) {
 		end = append(end, end...)
 	}
 	_, _ = writeAll(j.s.ctx, tty, append([]byte(text), end...)) // the program may end without reading it
+	if j.s.ctx.Err() != nil {
+		return
+	}
+	j.mu.Lock()
+	j.st.Typing = false
+	over := api.Terminal(j.st.State)
+	j.mu.Unlock()
+	if over {
+		return
+	}
+	if err := j.save(j.s.ctx, "input_closed"); err != nil { // a successor would say that it does not know
+		j.s.log.Warn("the end of an input could not be saved", "id", j.id, "err", err)
+	}
 }
 
 func (s *Service) resize(ctx context.Context, _ Caller, p resizeParams) (resizeResult, error) {

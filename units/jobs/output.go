@@ -48,6 +48,7 @@ type segment struct {
 // that either leaves them in the pipe or puts them into the file, and the index entry
 // of a piece is written before the piece. So a manager that is killed at any moment
 // leaves files from which its successor can go on without a lost or doubled byte.
+// Terminals get the same by other means: see readTerminal.
 type output struct {
 	base  string // path without suffix
 	limit int64
@@ -56,6 +57,9 @@ type output struct {
 	file     *os.File
 	idx      *os.File
 	noSplice bool
+	window   mapping // of a terminal
+	filled   int64   // of a terminal: up to here the file has filling, or output
+	unmapped bool    // the filesystem cannot map it
 
 	mu      sync.Mutex // guards the fields below; writers of size and segs hold wmu too
 	segs    []segment  // never changed in place
@@ -68,8 +72,9 @@ type output struct {
 
 func newOutput(base string, limit int64) *output { return &output{base: base, limit: limit} }
 
-// load finds out what is on disk. It is for a job that this manager did not start.
-func (o *output) load() error {
+// load finds out what is on disk. It is for a job that this manager did not start; tty:
+// for one with a terminal that may have been cut off.
+func (o *output) load(tty bool) error {
 	st, err := os.Stat(o.base + ".out")
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -77,6 +82,11 @@ func (o *output) load() error {
 		return err
 	}
 	o.size = st.Size()
+	if tty {
+		if err := o.trim(); err != nil {
+			return err
+		}
+	}
 	raw, err := os.ReadFile(o.base + ".idx")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -145,7 +155,7 @@ func (o *output) take(fd int, isErr, tty bool) (n int, end bool) {
 // open makes the files and begins a segment of the stream. It runs with wmu held.
 func (o *output) open(isErr bool) error {
 	if o.file == nil {
-		f, err := os.OpenFile(o.base+".out", os.O_WRONLY|os.O_CREATE, 0o600)
+		f, err := os.OpenFile(o.base+".out", os.O_RDWR|os.O_CREATE, 0o600)
 		if err != nil {
 			return err
 		}
@@ -203,6 +213,13 @@ func (o *output) move(fd, most int, tty bool) (int, bool, error) {
 			}
 			break
 		}
+	}
+	if tty && !o.unmapped {
+		n, end, usable, err := o.readTerminal(fd, most)
+		if usable {
+			return n, end, err
+		}
+		o.unmapped = true
 	}
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
@@ -286,6 +303,11 @@ func (o *output) close() error {
 	o.wmu.Lock()
 	defer o.wmu.Unlock()
 	var errs []error
+	o.window.close()
+	if o.file != nil && o.filled > o.size {
+		errs = append(errs, o.file.Truncate(o.size))
+		o.filled = 0
+	}
 	for _, f := range []*os.File{o.file, o.idx} {
 		if f != nil {
 			errs = append(errs, f.Close())

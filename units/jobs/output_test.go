@@ -15,34 +15,140 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/creack/pty"
 	"golang.org/x/sys/unix"
+	"golang.org/x/term"
 	"pgregory.net/rapid"
 )
 
-// pumpRole is a manager reduced to what is at stake: it moves two pipes into an output
-// until it is killed, or both have ended.
-func pumpRole(base string) int {
+// pumpRole is a manager reduced to what is at stake: it moves two pipes, or a terminal,
+// into an output until it is killed, or they have ended.
+func pumpRole(base string, tty bool) int {
 	o := newOutput(base, 1<<40)
-	if err := o.load(); err != nil {
+	if err := o.load(tty); err != nil {
 		os.Stderr.WriteString(err.Error())
 		return 1
 	}
 	open := []unix.PollFd{{Fd: 3, Events: unix.POLLIN}, {Fd: 4, Events: unix.POLLIN}}
+	if tty {
+		open = open[:1]
+	}
 	for len(open) > 0 {
 		if _, err := unix.Poll(open, -1); err != nil && err != unix.EINTR {
 			return 1
 		}
 		for i := 0; i < len(open); i++ {
-			if _, end := o.take(int(open[i].Fd), open[i].Fd == 4, false); end {
+			if _, end := o.take(int(open[i].Fd), open[i].Fd == 4, tty); end {
 				open = append(open[:i], open[i+1:]...)
 				i--
 			}
 		}
 	}
+	if err := o.close(); err != nil {
+		os.Stderr.WriteString(err.Error())
+		return 1
+	}
 	return 0
 }
 
 const wantKills = 60
+
+// killPumps runs pumps and kills them, until the last may go on to the end.
+func killPumps(t *testing.T, kills *atomic.Int64, files []*os.File, env ...string) {
+	for {
+		cmd := exec.Command("/proc/self/exe")
+		cmd.Env = append(append(os.Environ(), "JOBS_TEST_ROLE=pump"), env...)
+		cmd.ExtraFiles = files
+		var stderr bytes.Buffer
+		cmd.Stderr = &stderr
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(5+rand.IntN(25))*time.Millisecond)
+		if kills.Load() == wantKills { // and now to the end
+			cancel()
+			ctx, cancel = context.WithTimeout(t.Context(), time.Minute)
+		}
+		stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })
+		err := cmd.Wait()
+		stop()
+		cancel()
+		if err == nil {
+			return
+		}
+		if stderr.Len() > 0 {
+			t.Fatal(stderr.String())
+		}
+		kills.Add(1)
+	}
+}
+
+// whole is everything that a stream of a finished output has.
+func whole(t *testing.T, o *output, stream string) (got []byte) {
+	for from, more := int64(0), true; more; {
+		p, err := o.page(from, stream, 1<<20, true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got = append(got, p.data...)
+		from, more = p.next, p.more
+	}
+	return got
+}
+
+// The same for a terminal, whose bytes cannot be moved by one system call.
+func TestKilledPumpsOfTerminals(t *testing.T) {
+	base := filepath.Join(t.TempDir(), "job")
+	master, slave, err := pty.Open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer master.Close()
+	if _, err := term.MakeRaw(int(slave.Fd())); err != nil { // as it is written, not as it is shown
+		t.Fatal(err)
+	}
+	var want bytes.Buffer
+	var kills atomic.Int64
+	done := make(chan error, 1)
+	go func() {
+		var err error
+		for line := 0; kills.Load() < wantKills && err == nil; line++ {
+			text := strings.Repeat(string(rune('a'+line%26)), rand.IntN(900)) + "\x00\xfe\r\n"
+			want.WriteString(text)
+			_, err = slave.WriteString(text)
+		}
+		done <- errors.Join(err, slave.Close())
+	}()
+	killPumps(t, &kills, []*os.File{master}, "JOBS_TEST_BASE="+base, "JOBS_TEST_TTY=1")
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	o := newOutput(base, 1<<40)
+	if err := o.load(false); err != nil {
+		t.Fatal(err)
+	}
+	if got := whole(t, o, stdout); !bytes.Equal(got, want.Bytes()) {
+		t.Errorf("%d bytes, want %d (after %d kills)", len(got), want.Len(), kills.Load())
+	}
+	t.Logf("%d bytes, %d kills", o.size, kills.Load())
+}
+
+// What is left of a terminal's output when nobody could tidy up.
+func TestFillingIsNoOutput(t *testing.T) {
+	base := filepath.Join(t.TempDir(), "job")
+	for text, want := range map[string]int64{
+		"abc" + strings.Repeat("\xff", ahead): 3, "abc": 3, "": 0, strings.Repeat("\xff", 100): 0, "a\xffb\xff": 3,
+		strings.Repeat("x", 2*ahead) + "\xff": 2 * ahead,
+	} {
+		if err := os.WriteFile(base+".out", []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		o := newOutput(base, 1<<40)
+		if err := o.load(true); err != nil || o.size != want {
+			t.Errorf("%.20q: %d bytes, want %d: %v", text, o.size, want, err)
+		}
+	}
+}
 
 // However often whoever moves the bytes is killed, every byte of both streams arrives
 // once, in the order of its stream.
@@ -68,51 +174,18 @@ func TestKilledPumpsLoseAndDoubleNothing(t *testing.T) {
 			done <- errors.Join(err, writers[i].Close())
 		}()
 	}
-	for {
-		cmd := exec.Command("/proc/self/exe")
-		cmd.Env = append(os.Environ(), "JOBS_TEST_ROLE=pump", "JOBS_TEST_BASE="+base)
-		cmd.ExtraFiles = readers[:]
-		var stderr bytes.Buffer
-		cmd.Stderr = &stderr
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
-		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(5+rand.IntN(25))*time.Millisecond)
-		if kills.Load() == wantKills { // and now to the end
-			cancel()
-			ctx, cancel = context.WithTimeout(t.Context(), time.Minute)
-		}
-		stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })
-		err := cmd.Wait()
-		stop()
-		cancel()
-		if err == nil {
-			break
-		}
-		if stderr.Len() > 0 {
-			t.Fatal(stderr.String())
-		}
-		kills.Add(1)
-	}
+	killPumps(t, &kills, readers[:], "JOBS_TEST_BASE="+base)
 	for range 2 {
 		if err := <-done; err != nil {
 			t.Fatal(err)
 		}
 	}
 	o := newOutput(base, 1<<40)
-	if err := o.load(); err != nil {
+	if err := o.load(false); err != nil {
 		t.Fatal(err)
 	}
 	for i, stream := range []string{stdout, stderr} {
-		var got []byte
-		for from, more := int64(0), true; more; {
-			p, err := o.page(from, stream, 1<<20, true)
-			if err != nil {
-				t.Fatal(err)
-			}
-			got = append(got, p.data...)
-			from, more = p.next, p.more
-		}
+		got := whole(t, o, stream)
 		if !bytes.Equal(got, want[i].Bytes()) {
 			at := 0
 			for at < min(len(got), want[i].Len()) && got[at] == want[i].Bytes()[at] {
@@ -146,7 +219,7 @@ func TestPagesPutTogetherAreTheStream(t *testing.T) {
 			streams[map[bool]string{false: stdout, true: stderr}[isErr]].WriteString(data)
 		}
 		again := newOutput(base, 1<<20)
-		if err := again.load(); err != nil {
+		if err := again.load(false); err != nil {
 			t.Fatal(err)
 		}
 		for name, want := range streams {
@@ -206,7 +279,7 @@ func TestDamagedIndexIsSaid(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := newOutput(base, 10).load(); err == nil || !strings.Contains(err.Error(), "damaged") {
+	if err := newOutput(base, 10).load(false); err == nil || !strings.Contains(err.Error(), "damaged") {
 		t.Fatal(err)
 	}
 }

@@ -37,7 +37,8 @@ type Status struct {
 	PTY          bool        `json:"pty,omitempty"`
 	Rows         int         `json:"rows,omitempty"`
 	Cols         int         `json:"cols,omitempty"`
-	Stdin        bool        `json:"stdin,omitempty"` // write works
+	Stdin        bool        `json:"stdin,omitempty"`  // write works
+	Typing       bool        `json:"typing,omitempty"` // its input is on the way into its terminal
 	Limits       *Limits     `json:"limits,omitempty"`
 	Timeout      *float64    `json:"timeout,omitempty"`
 	Invocation   string      `json:"invocation,omitempty"` // of the unit
