@@ -62,7 +62,14 @@ func (w *Workspace) PrepareRuntimeDir() error {
 		return rpc.Errorf(rpc.CodeInvalidRequest, "the socket path %s has %d bytes, and a Unix socket's path has at most %d", w.Socket, n, maxSocketPath).
 			WithHint("set XDG_RUNTIME_DIR to a directory with a shorter name, or unset it")
 	}
-	return checkRuntimeDir(w.RuntimeDir, true)
+	if err := checkRuntimeDir(w.RuntimeDir, true); err != nil {
+		return err
+	}
+	// It can be there from before, in a file system that is read-only here.
+	if err := unix.Faccessat(unix.AT_FDCWD, w.RuntimeDir, unix.W_OK, unix.AT_EACCESS); err != nil {
+		return runtimeDirError(rpc.CodePermission, w.RuntimeDir, err.Error())
+	}
+	return nil
 }
 
 // checkRuntimeDir walks the last two components of dir by descriptor, so that what
@@ -124,7 +131,7 @@ func openParent(path string, uid int) (int, error) {
 		return -1, runtimeDirError(rpc.CodeInternal, path, err.Error())
 	}
 	switch {
-	case int(st.Uid) != uid && st.Uid != 0:
+	case int(st.Uid) != uid && st.Uid != 0 && st.Uid != unmappedUID():
 		err = runtimeDirError(rpc.CodePermission, path, fmt.Sprintf("it belongs to user id %d, you are %d", st.Uid, uid))
 	case st.Mode&0o022 != 0 && st.Mode&unix.S_ISVTX == 0:
 		err = runtimeDirError(rpc.CodePermission, path, "other users may rename what is in it (mode "+strconv.FormatUint(uint64(st.Mode&0o7777), 8)+")")
@@ -133,6 +140,23 @@ func openParent(path string, uid int) (int, error) {
 	}
 	unix.Close(fd)
 	return -1, err
+}
+
+// unmappedUID is the owner that the files of root show in a user namespace that knows only
+// some of the machine's users, as rootless containers and sandboxes do; 0 elsewhere. It
+// can be another user's too, who could then take our directory away but none in its place
+// that would pass for ours.
+func unmappedUID() uint32 {
+	b, err := os.ReadFile("/proc/self/uid_map")
+	var inside, outside, n uint64
+	if _, serr := fmt.Sscan(string(b), &inside, &outside, &n); err != nil || serr != nil || n == 1<<32-1 {
+		return 0
+	}
+	var overflow uint32 = 65534
+	if b, err := os.ReadFile("/proc/sys/kernel/overflowuid"); err == nil {
+		_, _ = fmt.Sscan(string(b), &overflow)
+	}
+	return overflow
 }
 
 // openOwn opens the last component of path below parent and checks it by descriptor.
@@ -175,5 +199,5 @@ func openOwn(parent int, path string, uid int, create bool) (int, error) {
 
 func runtimeDirError(code, path, why string) error {
 	return rpc.Errorf(code, "cannot use the runtime directory %s: %s", path, why).
-		WithHint("remove it, or set XDG_RUNTIME_DIR to a directory of your own with mode 0700")
+		WithHint("remove it, or set XDG_RUNTIME_DIR to a directory of your own with mode 0700 that can be written (in a container with a read-only file system: a tmpfs, or the host's)")
 }
