@@ -86,6 +86,19 @@ except LookupError as e:
 	if got := s.read("notes/renamed.txt"); got != "After\n" {
 		t.Errorf("%q", got)
 	}
+	// An image of up to 2 MiB comes back as one.
+	a.must(`
+import base64
+png = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
+await ws.fs.write_bytes("plot.png", png)
+await ws.fs.write_bytes("fits.png", png.ljust(2 << 20, b"\0"))
+await ws.fs.write_bytes("big.png", png.ljust((2 << 20) + 1, b"\0"))`)
+	for name, images := range map[string]int{"plot.png": 1, "fits.png": 1, "big.png": 0} {
+		r, text := a.do(fmt.Sprintf("await ws.fs.image(%q)", name))
+		if r.Images != images || (r.Exec.State == api.Succeeded) != (images == 1) {
+			t.Errorf("%s: %d images, %s\n%.500s", name, r.Images, r.Exec.State, text)
+		}
+	}
 }
 
 // Files that cells, ws.fs and jobs make have the modes that the user's umask leaves;
@@ -301,7 +314,7 @@ async def edit(name, times, path):
         try:
             await ws.fs.patch(path, [{"old": "start\n", "new": f"start\n{name}.{times}\n"}], expected_hash=page["revision"])
             times -= 1
-        except Exception as e:
+        except RuntimeError as e:
             if e.code != "conflict":
                 raise
             conflicts += 1

@@ -449,6 +449,31 @@ func TestReadChangedMeanwhile(t *testing.T) {
 		}
 	})
 	refused(t, err, rpc.CodeConflict, "changed while it was read", "again")
+	// What replaces the file, or moves or links it, does not disturb who reads it.
+	text := strings.Repeat("x", 1<<20)
+	for what, change := range map[string]func() error{
+		"replaced": func() error { return errors.Join(os.WriteFile(dir+"/new", []byte("y"), 0o600), os.Rename(dir+"/new", dir+"/g")) },
+		"moved":    func() error { return os.Rename(dir+"/g", dir+"/moved") },
+		"removed":  func() error { return os.Remove(dir + "/g") },
+		"linked":   func() error { return os.Link(dir+"/g", dir+"/linked") },
+	} {
+		put(t, dir+"/g", text)
+		f, st, err := s.openRegular("read", "g")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []byte
+		_, err = s.scan(t.Context(), f, st, func(chunk []byte, pos int64) {
+			if got = append(got, chunk...); pos == 0 {
+				must[any](t)(nil, change())
+			}
+		})
+		f.Close()
+		if err != nil || string(got) != text {
+			t.Errorf("%s: %d bytes, %v", what, len(got), err)
+		}
+		_ = os.Remove(dir + "/g")
+	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := s.Read(ctx, ReadParams{Path: "f", StartLine: 1, MaxBytes: 1024, Encoding: "utf-8"}); !errors.Is(err, context.Canceled) {

@@ -147,12 +147,22 @@ func (s *Service) scan(ctx context.Context, f *os.File, before *unix.Stat_t, eac
 	if err := fstat(f, &after); err != nil {
 		return pos, s.root.Error("read", f.Name(), err)
 	}
-	same := after.Size == before.Size && after.Mtim == before.Mtim && after.Ctim == before.Ctim
+	// A file that was replaced by a rename, as all writers here do, is as whole as it was:
+	// only its links have changed, and with them the time of the inode. Anything else that
+	// changes that time may be a writer who put the time of the content back.
+	same := after.Size == before.Size && after.Mtim == before.Mtim &&
+		(after.Ctim == before.Ctim || after.Nlink != before.Nlink || !leadsTo(f.Name(), &after))
 	if !same || pos != before.Size && !synthetic(f) {
 		return pos, rpc.Errorf(rpc.CodeConflict, "cannot read %s: it was changed while it was read", s.root.Display(f.Name())).
 			WithHint("read it again")
 	}
 	return pos, nil
+}
+
+// leadsTo reports whether a path is that of a file.
+func leadsTo(path string, st *unix.Stat_t) bool {
+	var now unix.Stat_t
+	return unix.Stat(path, &now) == nil && now.Dev == st.Dev && now.Ino == st.Ino
 }
 
 // synthetic: the files of /proc and /sys have sizes that say nothing of their content.
