@@ -39,8 +39,10 @@ func (u *unit) fdsOf(over bool) (records []fdRecord, files []*os.File) {
 	for _, l := range u.listeners {
 		add(fdRecord{Kind: fdListen, Name: l.addr, Handed: l.handed}, l.file)
 	}
-	for name, f := range u.kept {
-		add(fdRecord{Kind: fdKept, Name: name}, f)
+	if over || !u.brief {
+		for name, f := range u.kept {
+			add(fdRecord{Kind: fdKept, Name: name}, f)
+		}
 	}
 	if over || u.isService() && !u.keepsNoEnds() {
 		for i, f := range u.ends {

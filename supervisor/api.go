@@ -9,7 +9,9 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
+	"time"
 
 	"mypr/internal/rpc"
 	"mypr/supervisor/cgroup"
@@ -77,6 +79,28 @@ func ask[T any](ctx context.Context, s *Supervisor, f func(answer func(T, error)
 		var zero T
 		return zero, errEnding
 	}
+}
+
+// askLater is ask without the wait: it calls answered once, from the loop, or from where
+// ctx ends. The end of ctx is also what the end of the loop leads to.
+func askLater[T any](ctx context.Context, s *Supervisor, f func(answer func(T, error)), answered func(T, error), lost func(T)) {
+	var over atomic.Bool
+	stop := context.AfterFunc(ctx, func() {
+		if over.CompareAndSwap(false, true) {
+			answered(*new(T), ctx.Err())
+		}
+	})
+	s.queue.post(func() {
+		f(func(v T, err error) {
+			s.reply(func() {
+				if stop(); over.CompareAndSwap(false, true) {
+					answered(v, err)
+				} else {
+					lost(v)
+				}
+			})
+		})
+	})
 }
 
 type none struct{}
@@ -324,13 +348,14 @@ type transient struct {
 
 func (t transient) close() { closeAll(t.files) }
 
-func (a api) StartTransient(ctx context.Context, p control.TransientParams, files []*os.File) (control.TransientResult, []*os.File, error) {
+func (a api) StartTransient(ctx context.Context, p control.TransientParams, files []*os.File, answered func(control.TransientResult, []*os.File, error)) {
 	s := a.s
 	if err := checkTransient(p, files); err != nil {
 		closeAll(files)
-		return control.TransientResult{}, nil, err
+		answered(control.TransientResult{}, nil, err)
+		return
 	}
-	t, err := ask(ctx, s, func(answer func(transient, error)) {
+	askLater(ctx, s, func(answer func(transient, error)) {
 		u, err := s.defineTransient(p, files)
 		if err != nil {
 			closeAll(files)
@@ -351,27 +376,37 @@ func (a api) StartTransient(ctx context.Context, p control.TransientParams, file
 				answer(t, ends)
 				return
 			}
-			u.waiters = append(u.waiters, &waiter{invocation: u.Invocation, answer: func(st control.UnitStatus) {
+			var patience *timer
+			w := &waiter{invocation: u.Invocation, answer: func(st control.UnitStatus) {
+				patience.stop()
 				t.Unit = st
 				answer(t, nil)
-			}})
-			u.answerWaiters()
+			}}
+			u.waiters = append(u.waiters, w)
+			if u.answerWaiters(); p.WaitMS == 0 || !slices.Contains(u.waiters, w) {
+				return
+			}
+			patience = s.afterFunc(time.Duration(p.WaitMS)*time.Millisecond, func() {
+				if u.forgetWaiter(w) {
+					u.brief = false
+					s.changed(u)
+					w.answer(u.status())
+				}
+			})
 		}
 		if err := u.openStdio(); err != nil {
 			s.unload(u)
 			answer(transient{}, fmt.Errorf("cannot start %s: %w", u.name, err))
 			return
 		}
-		t.FDNames, t.files, ends = u.duplicates()
+		t.FDNames, t.files, ends = u.duplicates(p.Keep...)
 		s.startJob(u, false, "start-transient requested", waiter1(p.NoWait, done))
 		if p.NoWait {
 			s.soon(func() { done(jobDone) })
 		}
+	}, func(t transient, err error) {
+		answered(t.TransientResult, t.files, err)
 	}, transient.close)
-	if err != nil {
-		return control.TransientResult{}, nil, err
-	}
-	return t.TransientResult, t.files, nil
 }
 
 func checkTransient(p control.TransientParams, files []*os.File) error {
@@ -397,9 +432,17 @@ func checkTransient(p control.TransientParams, files []*os.File) error {
 			return rpc.Errorf(rpc.CodeInvalidRequest, "%q is no name for a descriptor, or there are two of it", n)
 		}
 	}
+	for _, n := range p.Keep {
+		if !slices.Contains(p.FDNames, n) {
+			return rpc.Errorf(rpc.CodeInvalidRequest, "no descriptor %q came with the request, to be kept", n)
+		}
+	}
+	if p.WaitMS < 0 || p.WaitMS > 0 && !p.Wait {
+		return rpc.Errorf(rpc.CodeInvalidRequest, "wait_ms is how long wait waits at most, in milliseconds")
+	}
 	sv := p.Unit.Service
 	for _, m := range []string{sv.StandardInput, sv.StandardOutput, sv.StandardError} {
-		if len(m) > 3 && m[:3] == "fd:" && !slices.Contains(p.FDNames, m[3:]) {
+		if len(m) > 3 && m[:3] == "fd:" && (!slices.Contains(p.FDNames, m[3:]) || slices.Contains(p.Keep, m[3:])) {
 			return rpc.Errorf(rpc.CodeInvalidRequest, "no descriptor %q came with the request", m[3:])
 		}
 	}
@@ -429,7 +472,12 @@ func (s *Supervisor) defineTransient(p control.TransientParams, files []*os.File
 		u.dropFDs()
 	}
 	sv := def.Service
+	u.brief = p.WaitMS > 0
 	for i, name := range p.FDNames {
+		if slices.Contains(p.Keep, name) {
+			u.keep(name, files[i])
+			continue
+		}
 		if u.given == nil {
 			u.given = map[string]*os.File{}
 		}
@@ -441,9 +489,9 @@ func (s *Supervisor) defineTransient(p control.TransientParams, files []*os.File
 	return u, nil
 }
 
-// duplicates are the kept client ends again.
-func (u *unit) duplicates() (names []string, files []*os.File, err error) {
-	names = slices.Sorted(maps.Keys(u.kept))
+// duplicates are the kept client ends again, but for some.
+func (u *unit) duplicates(but ...string) (names []string, files []*os.File, err error) {
+	names = slices.DeleteFunc(slices.Sorted(maps.Keys(u.kept)), func(n string) bool { return slices.Contains(but, n) })
 	for _, n := range names {
 		f, err := process.Dup(u.kept[n])
 		if err != nil {
@@ -473,20 +521,27 @@ func (a api) Attach(ctx context.Context, p control.UnitParams) (control.Transien
 
 func (a api) Release(ctx context.Context, p control.ReleaseParams) error {
 	_, err := ask(ctx, a.s, func(answer func(none, error)) {
-		u := a.s.units[p.Name]
-		if u == nil {
-			answer(none{}, nil) // what a release is for is so already
-			return
-		}
-		u.release(p.FDNames...)
-		if u.transient && len(p.FDNames) == 0 && u.State.ended() && u.job == nil && len(u.linger) == 0 {
-			a.s.unload(u)
-		} else {
-			a.s.unsettled = append(a.s.unsettled, u)
+		a.s.release(p.Name, p.FDNames)
+		for _, name := range p.Names {
+			a.s.release(name, nil)
 		}
 		answer(none{}, nil)
 	}, nil)
 	return err
+}
+
+// release is no error for a unit that is not there: what it is for is so already.
+func (s *Supervisor) release(name string, fds []string) {
+	u := s.units[name]
+	if u == nil {
+		return
+	}
+	u.release(fds...)
+	if u.transient && len(fds) == 0 && u.State.ended() && u.job == nil && len(u.linger) == 0 {
+		s.unload(u)
+	} else {
+		s.unsettled = append(s.unsettled, u)
+	}
 }
 
 func (a api) ResizeTTY(ctx context.Context, p control.ResizeParams) error {
@@ -532,11 +587,18 @@ func (a api) Wait(ctx context.Context, p control.WaitParams) (control.UnitStatus
 	if err != nil && ctx.Err() != nil {
 		a.s.queue.post(func() { // the waiter must not stay with a unit that never ends
 			if at != nil {
-				at.waiters = slices.DeleteFunc(at.waiters, func(x *waiter) bool { return x == w })
+				at.forgetWaiter(w)
 			}
 		})
 	}
 	return st, err
+}
+
+// forgetWaiter reports whether it waited.
+func (u *unit) forgetWaiter(w *waiter) bool {
+	n := len(u.waiters)
+	u.waiters = slices.DeleteFunc(u.waiters, func(x *waiter) bool { return x == w })
+	return len(u.waiters) < n
 }
 
 func (u *unit) answerWaiters() {

@@ -38,7 +38,7 @@ var private = []string{
 // what the service protocol sets cannot be overridden.
 func (u *unit) environment(main bool, cred *credential) ([]string, error) {
 	sv := u.def.Service
-	env := map[string]string{}
+	env := make(map[string]string, len(sv.Environment)+8)
 	set := func(kv string) {
 		if k, v, ok := strings.Cut(kv, "="); ok && k != "" {
 			env[k] = v

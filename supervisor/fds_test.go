@@ -257,6 +257,77 @@ func TestStartAndWait(t *testing.T) {
 	})
 }
 
+// A client that makes its pipes itself has the supervisor keep its ends, and is told that
+// a unit runs only when it is not over soon.
+func TestKeepAndWaitAWhile(t *testing.T) {
+	tiers(t, func(t *testing.T, tier int) {
+		e := start(t, tier)
+		run := func(name, command string, ms int) (control.TransientResult, *os.File) {
+			r, w, err := os.Pipe()
+			e.must(err)
+			t.Cleanup(func() { r.Close() })
+			u := shell(name, command)
+			u.Service.StandardOutput = "fd:out"
+			res, files, err := e.c.StartTransient(e.ctx, control.TransientParams{Unit: u, Wait: true, WaitMS: ms, FDNames: []string{"out", "stdout"}, Keep: []string{"stdout"}}, w, r)
+			w.Close()
+			e.must(err)
+			if len(files) > 0 {
+				t.Errorf("%s: what it gave came back: %v", name, files)
+			}
+			return res, r
+		}
+		res, mine := run("soon.service", "echo soon; exit 3", 60_000)
+		if res.Result != "done" || res.Unit.ActiveState != control.Failed || res.Unit.ExitCode != 3 {
+			t.Errorf("it was over soon: %+v", res)
+		}
+		if b, err := io.ReadAll(mine); err != nil || string(b) != "soon\n" {
+			t.Errorf("%q %v", b, err)
+		}
+		res, mine = run("long.service", "echo here; sleep 1000", 1)
+		if res.Result != "done" || res.Unit.ActiveState != control.Active || res.Unit.MainPID == 0 {
+			t.Errorf("it runs: %+v", res)
+		}
+		b := make([]byte, 5)
+		if _, err := io.ReadFull(mine, b); err != nil || string(b) != "here\n" {
+			t.Errorf("%q %v", b, err)
+		}
+		// Whoever comes later is given the same.
+		_, files, err := e.c.Attach(e.ctx, "long.service")
+		e.must(err)
+		if len(files) != 1 || files["stdout"] == nil {
+			t.Fatalf("attached: %v", files)
+		}
+		_, err = e.c.Stop(e.ctx, control.JobParams{Name: "long.service"})
+		e.must(err)
+		if rest, err := io.ReadAll(files["stdout"]); err != nil || len(rest) > 0 {
+			t.Errorf("%q %v", rest, err)
+		}
+		files["stdout"].Close()
+		e.must(e.c.ReleaseUnits(e.ctx, "soon.service", "long.service", "no-such.service"))
+		units, err := e.c.List(e.ctx, false)
+		e.must(err)
+		if len(units) > 0 {
+			t.Errorf("left: %+v", units)
+		}
+		for name, p := range map[string]control.TransientParams{
+			"kept and not passed":  {Keep: []string{"x"}},
+			"patience without":     {WaitMS: 5},
+			"no time at all":       {Wait: true, WaitMS: -1},
+			"a stream that's kept": {Keep: []string{"out"}, FDNames: []string{"out"}},
+		} {
+			p.Unit = shell("bad.service", "true")
+			var files []*os.File
+			if len(p.FDNames) > 0 {
+				p.Unit.Service.StandardOutput = "fd:out"
+				files = []*os.File{mine}
+			}
+			if _, _, err := e.c.StartTransient(e.ctx, p, files...); rpc.CodeOf(err) != rpc.CodeInvalidRequest {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	})
+}
+
 // A transient definition stands in for a unit file until it is released.
 func TestTransientInPlaceOfFile(t *testing.T) {
 	file := &spec.Unit{Name: "k.service", Description: "from the file", Service: &spec.Service{}}

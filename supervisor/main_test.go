@@ -243,7 +243,8 @@ func openFDs() map[string]string {
 	self := strconv.Itoa(process.FD(d))
 	names, _ := d.Readdirnames(-1)
 	for _, n := range names {
-		if link, err := os.Readlink("/proc/self/fd/" + n); err == nil && n != self && link != os.DevNull {
+		// Two stay open for good.
+		if link, err := os.Readlink("/proc/self/fd/" + n); err == nil && n != self && link != os.DevNull && !strings.HasSuffix(link, "/oom_score_adj") {
 			fds[n] = link
 		}
 	}

@@ -150,7 +150,7 @@ func (u *unit) spawned(pr *proc, p *process.Process, err error) {
 	}
 	pr.p, pr.child = p, !pr.shim
 	u.track(pr)
-	if n := u.def.Service.OOMScoreAdjust; n != nil {
+	if n := u.def.Service.OOMScoreAdjust; n != nil && *n < u.s.oomScore { // everybody may raise it
 		if is, err := process.OOMScoreAdjust(p.PID); err == nil && is != *n {
 			u.s.log.Warn("OOMScoreAdjust= needs more privileges", "unit", u.name, "want", *n, "is", is)
 		}

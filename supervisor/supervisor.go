@@ -112,6 +112,7 @@ type Supervisor struct {
 	tree       *cgroup.Tree // in tier 3 nil, or that of adopted units
 	tier       int
 	tierReason string
+	oomScore   int // the supervisor's own
 	notify     *notify.Server
 	file       *stateFile
 
@@ -196,6 +197,9 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	if err := process.BecomeSubreaper(); err != nil {
 		return s.refuse(err)
 	}
+	if s.oomScore, err = process.OOMScoreAdjust(os.Getpid()); err != nil {
+		return s.refuse(err)
+	}
 	if s.poll, err = newPoller(s.queue); err != nil {
 		return s.refuse(err)
 	}
@@ -213,22 +217,11 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	}
 	chld := make(chan os.Signal, 1)
 	signal.Notify(chld, syscall.SIGCHLD)
-	quit := make(chan struct{})
-	go func() {
-		for {
-			select {
-			case <-chld:
-				s.queue.post(s.reap)
-			case <-quit:
-				return
-			}
-		}
-	}()
 	stopWatch := context.AfterFunc(ctx, func() { s.queue.post(func() { s.shutdown("the supervisor was told to end") }) })
 
 	s.later(func() { s.begin(before) })
 	s.queue.post(s.reap)
-	s.loop()
+	s.loop(chld)
 
 	stopWatch()
 	patience := time.After(time.Second) // for a client that does not read its answer
@@ -239,7 +232,6 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 		}
 	}
 	signal.Stop(chld)
-	close(quit)
 	for _, server := range s.servers {
 		server.close()
 	}
@@ -260,11 +252,15 @@ func (s *Supervisor) refuse(err error) error {
 }
 
 // loop is the goroutine that owns everything.
-func (s *Supervisor) loop() {
+func (s *Supervisor) loop(chld <-chan os.Signal) {
 	s.turn(func() {})
 	s.flush()
 	for !s.done {
-		<-s.queue.wake
+		select {
+		case <-s.queue.wake:
+		case <-chld:
+			s.turn(s.reap)
+		}
 		for _, f := range s.queue.take() {
 			s.turn(f)
 		}

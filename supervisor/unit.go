@@ -46,6 +46,10 @@ type unit struct {
 	listeners []*listener       // of a socket unit
 	early     []*notify.Message // came while their sender was being started
 	waiters   []*waiter
+
+	// brief: nobody was told that it runs, and it may be over before that. What is kept
+	// of it goes to the anchor, a process of its own, only when it is not.
+	brief bool
 }
 
 // proc is a process that the supervisor started for a unit, or adopted.

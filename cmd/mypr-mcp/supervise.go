@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"slices"
 	"strconv"
@@ -82,6 +83,9 @@ const lockPatience = 5 * time.Second
 func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service *systemd.Service) error {
 	// It lives long and has little to do: its memory matters, its collector's time does not.
 	debug.SetGCPercent(25)
+	// One goroutine owns everything and the others only wait for it: more threads would
+	// only wake each other up, several times for each unit that starts.
+	runtime.GOMAXPROCS(1)
 	// The umask stays the user's: cells and jobs make files that are the user's, not
 	// ours. Ours name their modes, and .mypr is closed.
 	keep := map[string]*os.File{}

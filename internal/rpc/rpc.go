@@ -530,7 +530,7 @@ func (f *frame) plain(line []byte) bool {
 	body := &f.Result
 	if name, ok := bytes.CutPrefix(rest, []byte(`,"method":"`)); ok {
 		n := 0
-		for n < len(name) && ('a' <= name[n] && name[n] <= 'z' || name[n] == '_' || name[n] == '.') {
+		for n < len(name) && ('a' <= name[n] && name[n] <= 'z' || name[n] == '_' || name[n] == '-' || name[n] == '.') {
 			n++
 		}
 		f.Method = string(name[:n])
@@ -542,6 +542,15 @@ func (f *frame) plain(line []byte) bool {
 		return false
 	}
 	rest, ok = bytes.CutSuffix(rest, []byte{'}'})
+	if i := bytes.LastIndexByte(rest, ':'); i > 0 && len(rest)-i <= 3 { // perhaps a number of descriptors, which no JSON value ends in
+		if head, found := bytes.CutSuffix(rest[:i], []byte(`,"fds"`)); found {
+			n, err := strconv.ParseUint(string(rest[i+1:]), 10, 8)
+			if err != nil || rest[i+1] == '0' {
+				return false
+			}
+			f.FDs, rest = int(n), head
+		}
+	}
 	if !ok || !json.Valid(rest) {
 		return false
 	}
@@ -790,6 +799,10 @@ func (c *Conn) serve(ctx context.Context, cancel context.CancelFunc, f frame, fi
 	}
 	later(func(result func() (any, error)) {
 		value, err := guard(f.Method, result)
+		if r, ok := value.(Reply); ok && len(r.Files) > 0 { // those are sent with a wait, if need be
+			go c.answer(cancel, f, value, err, c.write)
+			return
+		}
 		c.answer(cancel, f, value, err, func(_ context.Context, f frame, _ []*os.File) error { return c.writeNow(f) })
 	})
 }

@@ -961,7 +961,7 @@ func split(t *testing.T, data []byte, chunk int) (out []string, err error) {
 
 // The short way to decode a frame and the long one agree.
 func FuzzPlainFrame(f *testing.F) {
-	for _, s := range []string{`{"id":1,"method":"echo","params":[1,2]}`, `{"id":12,"result":null}`, `{"id":1,"method":"echo","params":{"a":1},"fds":1}`, `{"id":1,"result":1,"id":2}`,
+	for _, s := range []string{`{"id":1,"method":"echo","params":[1,2]}`, `{"id":12,"result":null}`, `{"id":1,"method":"echo","params":{"a":1},"fds":1}`, `{"id":1,"method":"a-b","params":{"a":1},"fds":12}`, `{"id":1,"result":1,"fds":0}`, `{"id":1,"result":{"fds":1}}`, `{"id":1,"result":1,"fds":01}`, `{"id":1,"result":1,"id":2}`,
 		`{"id":01,"result":1}`, `{"id":0,"result":1}`, `{"id":1,"method":"a\u0062","params":1}`, `{"id":999999999999999999,"result":1}`, `{"id":1,"result":}`, `{"id":1,"result":1}}`} {
 		f.Add([]byte(s))
 	}
@@ -974,7 +974,7 @@ func FuzzPlainFrame(f *testing.F) {
 			t.Fatalf("%s: accepted, but %v", line, err)
 		}
 		short.Params, short.Result = bytes.TrimSpace(short.Params), bytes.TrimSpace(short.Result)
-		if short.ID != long.ID || short.Method != long.Method || !bytes.Equal(short.Params, long.Params) || !bytes.Equal(short.Result, long.Result) || long.Error != nil || long.Cancel+uint64(long.FDs) != 0 {
+		if short.ID != long.ID || short.Method != long.Method || !bytes.Equal(short.Params, long.Params) || !bytes.Equal(short.Result, long.Result) || short.FDs != long.FDs || long.Error != nil || long.Cancel != 0 {
 			t.Fatalf("%s: %+v, not %+v", line, short, long)
 		}
 	})

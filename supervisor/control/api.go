@@ -131,10 +131,12 @@ type (
 	}
 	// ReleaseParams names what is given back. With FDNames only those kept descriptors
 	// are closed and the unit stays: closing the kept end of a stdin pipe is what lets
-	// the unit see end of file once the client has closed its own.
+	// the unit see end of file once the client has closed its own. Names are more units,
+	// which are given back as a whole.
 	ReleaseParams struct {
 		Name    string   `json:"name"`
 		FDNames []string `json:"fd_names,omitempty"`
+		Names   []string `json:"names,omitempty"`
 	}
 	// JobParams asks for a start, stop, restart or reload. The answer comes when the
 	// job has ended (started, stopped, failed, replaced by a newer job), or at once
@@ -160,12 +162,18 @@ type (
 	// LISTEN_FDS. An inactive or failed transient unit of the same name is replaced;
 	// for a name with a unit file, Unit stands in place of the file until released.
 	// With Wait the answer comes when the run has ended, with its last status: one round
-	// trip for a command whose streams the client passes itself.
+	// trip for a command whose streams the client passes itself. WaitMS bounds that: so
+	// many milliseconds after the start the answer says that the unit is active.
+	//
+	// Keep names passed descriptors that are not for the unit: they are kept for attach,
+	// as are the client's ends of pipes that the supervisor makes.
 	TransientParams struct {
 		Unit    *spec.Unit `json:"unit"`
 		FDNames []string   `json:"fd_names,omitempty"`
+		Keep    []string   `json:"keep,omitempty"`
 		NoWait  bool       `json:"no_wait,omitempty"`
 		Wait    bool       `json:"wait,omitempty"`
+		WaitMS  int        `json:"wait_ms,omitempty"`
 	}
 	// TransientResult comes with the client's ends of the pipes or the pty master,
 	// named in FDNames: stdin, stdout, stderr, pty.

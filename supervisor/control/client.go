@@ -134,6 +134,14 @@ func (c *Client) Release(ctx context.Context, name string, fds ...string) error 
 	return c.conn.Call(ctx, MethodRelease, ReleaseParams{Name: name, FDNames: fds}, nil)
 }
 
+// ReleaseUnits is Release for several units at once.
+func (c *Client) ReleaseUnits(ctx context.Context, names ...string) error {
+	if len(names) == 0 {
+		return nil
+	}
+	return c.conn.Call(ctx, MethodRelease, ReleaseParams{Name: names[0], Names: names[1:]}, nil)
+}
+
 // ResizeTTY sets the window size of a unit's pty.
 func (c *Client) ResizeTTY(ctx context.Context, p ResizeParams) error {
 	return c.conn.Call(ctx, MethodResizeTTY, p, nil)

@@ -19,7 +19,9 @@ type Supervisor interface {
 	Kill(context.Context, KillParams) error
 	ResetFailed(context.Context, UnitParams) error
 	Freeze(ctx context.Context, p UnitParams, on bool) error
-	StartTransient(context.Context, TransientParams, []*os.File) (TransientResult, []*os.File, error)
+	// StartTransient does not wait: it calls answer once, from any goroutine, soon after
+	// the end of ctx at the latest.
+	StartTransient(ctx context.Context, p TransientParams, files []*os.File, answer func(TransientResult, []*os.File, error))
 	Attach(context.Context, UnitParams) (TransientResult, []*os.File, error)
 	Release(context.Context, ReleaseParams) error
 	ResizeTTY(context.Context, ResizeParams) error
@@ -37,7 +39,7 @@ type Supervisor interface {
 
 // Handler serves the control methods of one connection.
 func Handler(s Supervisor, conn *rpc.Conn) rpc.Handler {
-	return rpc.HandlerFunc(func(ctx context.Context, r *rpc.Request) (any, error) {
+	return handler{func(ctx context.Context, r *rpc.Request) (any, error) {
 		if r.Method != MethodStartTransient {
 			r.CloseFiles()
 		}
@@ -62,11 +64,16 @@ func Handler(s Supervisor, conn *rpc.Conn) rpc.Handler {
 				r.CloseFiles()
 				return nil, err
 			}
-			res, files, err := s.StartTransient(ctx, p, r.Files)
-			if err != nil {
-				return nil, err
-			}
-			return rpc.Reply{Value: res, Files: files}, nil
+			return rpc.Later(func(answer func(func() (any, error))) {
+				s.StartTransient(ctx, p, r.Files, func(res TransientResult, files []*os.File, err error) {
+					answer(func() (any, error) {
+						if err != nil {
+							return nil, err
+						}
+						return rpc.Reply{Value: res, Files: files}, nil
+					})
+				})
+			}), nil
 		case MethodAttach:
 			var p UnitParams
 			if err := r.Bind(&p); err != nil {
@@ -106,8 +113,13 @@ func Handler(s Supervisor, conn *rpc.Conn) rpc.Handler {
 			return rpc.Reply{Sent: answered}, nil
 		}
 		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "the supervisor has no method %q", r.Method)
-	})
+	}}
 }
+
+type handler struct{ rpc.HandlerFunc }
+
+// Prompt spares what is asked for often a switch of goroutines.
+func (handler) Prompt(method string) bool { return method == MethodStartTransient }
 
 func with[P, R any](ctx context.Context, r *rpc.Request, f func(context.Context, P) (R, error)) (any, error) {
 	var p P

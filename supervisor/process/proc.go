@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"strconv"
+	"sync"
 	"syscall"
 	"unsafe"
 
@@ -149,16 +150,49 @@ func Descendants(root int) ([]int, error) {
 
 // OOMScoreAdjust reads /proc/PID/oom_score_adj.
 func OOMScoreAdjust(pid int) (int, error) {
-	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/oom_score_adj")
+	path := "/proc/" + strconv.Itoa(pid) + "/oom_score_adj"
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0) // plain, as in statFields
 	if err != nil {
-		return 0, err
+		return 0, &os.PathError{Op: "open", Path: path, Err: err}
 	}
-	return strconv.Atoi(string(bytes.TrimSpace(b)))
+	defer unix.Close(fd)
+	return readOOMScore(fd)
 }
 
-// setOOMScoreAdjust sets that of the calling process.
-func setOOMScoreAdjust(score int) error {
-	return os.WriteFile("/proc/self/oom_score_adj", []byte(strconv.Itoa(score)), 0)
+func readOOMScore(fd int) (int, error) {
+	buf := make([]byte, 16)
+	n, err := unix.Pread(fd, buf, 0)
+	if err != nil {
+		return 0, os.NewSyscallError("read", err)
+	}
+	return strconv.Atoi(string(bytes.TrimSpace(buf[:n])))
+}
+
+// ownOOMScore is that of the calling process, open for good: it is changed for a moment
+// at nearly every start.
+var ownOOMScore = sync.OnceValues(func() (int, error) {
+	return unix.Open("/proc/self/oom_score_adj", unix.O_RDWR|unix.O_CLOEXEC, 0)
+})
+
+// lendOOMScore gives the calling process another score, for a child to inherit, until
+// restore is called, which is nil when there is nothing to restore.
+func lendOOMScore(score int) (restore func()) {
+	fd, err := ownOOMScore()
+	if err != nil {
+		return nil
+	}
+	own, err := readOOMScore(fd)
+	if err != nil || own == score {
+		return nil
+	}
+	set := func(n int) error {
+		_, err := unix.Pwrite(fd, strconv.AppendInt(nil, int64(n), 10), 0)
+		return err
+	}
+	if set(score) != nil {
+		return nil
+	}
+	return func() { _ = set(own) }
 }
 
 // BecomeSubreaper makes the calling process the parent of orphaned descendants.

@@ -92,9 +92,8 @@ func Start(c *Command) (p *Process, status *os.File, err error) {
 	}
 	if c.OOMScoreAdjust != nil {
 		// Inherited at the clone: set afterwards, what the child forks first could miss it.
-		own, err := OOMScoreAdjust(os.Getpid())
-		if err == nil && setOOMScoreAdjust(*c.OOMScoreAdjust) == nil {
-			defer setOOMScoreAdjust(own)
+		if restore := lendOOMScore(*c.OOMScoreAdjust); restore != nil {
+			defer restore()
 		}
 	}
 	pid, err := syscall.ForkExec(path, args, attr)

@@ -56,6 +56,54 @@ func (c Command) MarshalJSON() ([]byte, error) {
 	return json.Marshal(words)
 }
 
+// Environment is NAME=VALUE strings, as execve(2) takes them. It travels as an object of
+// names and values or, which is faster and for an environment that a process has already,
+// as one string of them with NUL bytes between.
+type Environment struct {
+	list []string
+	bad  error // a name or a value that no environment can have
+}
+
+// UnmarshalJSON takes both.
+func (e *Environment) UnmarshalJSON(b []byte) error {
+	if bytes.HasPrefix(bytes.TrimSpace(b), []byte(`"`)) {
+		var text ospath.Text
+		if err := json.Unmarshal(b, &text); err != nil {
+			return err
+		}
+		if *e = (Environment{}); text != "" {
+			e.list = strings.Split(string(text), "\x00")
+		}
+		return nil
+	}
+	var m map[string]ospath.Text
+	if err := json.Unmarshal(b, &m); err != nil {
+		return err
+	}
+	*e = Environment{list: make([]string, 0, len(m))}
+	for _, name := range slices.Sorted(maps.Keys(m)) {
+		switch value := m[name]; {
+		case name == "" || strings.ContainsAny(name, "=\x00"):
+			e.bad = rpc.Errorf(rpc.CodeInvalidRequest, "%q cannot be the name of an environment variable", name)
+		case strings.IndexByte(string(value), 0) >= 0:
+			e.bad = rpc.Errorf(rpc.CodeInvalidRequest, "the environment variable %s contains a NUL byte", name)
+		default:
+			e.list = append(e.list, name+"="+string(value))
+		}
+	}
+	return nil
+}
+
+// get is the value of a variable.
+func (e *Environment) get(name string) (string, bool) {
+	for _, kv := range e.list {
+		if value, ok := strings.CutPrefix(kv, name); ok && strings.HasPrefix(value, "=") {
+			return value[1:], true
+		}
+	}
+	return "", false
+}
+
 // Limits bound a job beyond what the user may do anyway.
 type Limits struct {
 	Memory uint64  `json:"memory,omitempty"` // bytes
@@ -138,16 +186,16 @@ func parseSize(raw json.RawMessage) (uint64, error) {
 type startParams struct {
 	// ID, 32 hex digits, names the job: repeated, it is the same job, which is not
 	// started again. Empty: the service makes one.
-	ID      string                 `json:"id"`
-	Command Command                `json:"command"`
-	Cwd     ospath.Text            `json:"cwd"` // absolute
-	Env     map[string]ospath.Text `json:"env"` // the whole environment
-	Input   *string                `json:"input"`
-	Stdin   bool                   `json:"stdin"`
-	PTY     bool                   `json:"pty"`
-	Rows    int                    `json:"rows"`
-	Cols    int                    `json:"cols"`
-	Limits  Limits                 `json:"limits"`
+	ID      string      `json:"id"`
+	Command Command     `json:"command"`
+	Cwd     ospath.Text `json:"cwd"` // absolute
+	Env     Environment `json:"env"` // all of it
+	Input   *string     `json:"input"`
+	Stdin   bool        `json:"stdin"`
+	PTY     bool        `json:"pty"`
+	Rows    int         `json:"rows"`
+	Cols    int         `json:"cols"`
+	Limits  Limits      `json:"limits"`
 	// Timeout in seconds ends the job as cancelled, where Limits.Time makes it a failure.
 	Timeout  *float64 `json:"timeout"`
 	MaxBytes int      `json:"max_bytes"` // shell.run: of the answer
@@ -191,16 +239,15 @@ func (p *startParams) check() error {
 		}
 		total += len(w) + 9
 	}
-	for name, value := range p.Env {
-		switch {
-		case name == "" || strings.ContainsAny(name, "=\x00"):
-			return bad("%q cannot be the name of an environment variable", name)
-		case strings.IndexByte(string(value), 0) >= 0:
-			return bad("the environment variable %s contains a NUL byte", name)
-		case len(name)+1+len(value) > maxArg:
+	if p.Env.bad != nil {
+		return p.Env.bad
+	}
+	for _, kv := range p.Env.list {
+		if len(kv) > maxArg {
+			name, value, _ := strings.Cut(kv, "=")
 			return bad("the environment variable %s has %d bytes; the kernel takes at most %d", name, len(value), maxArg)
 		}
-		total += len(name) + len(value) + 10
+		total += len(kv) + 9
 	}
 	if total > maxArgs {
 		return bad("command and environment have %d bytes together; the kernel takes at most %d", total, maxArgs).(*rpc.Error).
@@ -319,32 +366,26 @@ func unit(template *spec.Unit, id string, p *startParams) (*spec.Unit, error) {
 	if words == nil {
 		words = []string{"/bin/sh", "-c", p.Command.Shell}
 	}
-	path, ok := p.Env["PATH"]
+	path, ok := p.Env.get("PATH")
 	if !ok {
 		path = defaultPath
 	}
-	program, err := lookPath(words[0], string(p.Cwd), string(path))
+	program, err := lookPath(words[0], string(p.Cwd), path)
 	if err != nil {
 		return nil, err
 	}
 	s.ExecStart = []spec.Command{{Path: program, Args: words, NoExpand: true}}
 	s.WorkingDirectory = string(p.Cwd)
 	s.ExactEnvironment = true
-	s.Environment = make([]string, 0, len(p.Env))
-	for _, name := range slices.Sorted(maps.Keys(p.Env)) {
-		s.Environment = append(s.Environment, name+"="+string(p.Env[name]))
-	}
+	s.Environment = p.Env.list
 	switch {
 	case p.PTY:
 		s.StandardInput, s.StandardOutput, s.StandardError = spec.StdioPTY, spec.StdioPTY, spec.StdioPTY
 		s.TTYRows, s.TTYColumns = uint16(p.Rows), uint16(p.Cols)
 	default:
-		s.StandardInput, s.StandardOutput, s.StandardError = spec.StdioNull, spec.StdioPipe, spec.StdioPipe
-		switch {
-		case p.Input != nil:
+		s.StandardInput, s.StandardOutput, s.StandardError = spec.StdioNull, "fd:"+outputName, "fd:"+errorName
+		if p.Input != nil || p.Stdin {
 			s.StandardInput = "fd:" + inputName
-		case p.Stdin:
-			s.StandardInput = spec.StdioPipe
 		}
 	}
 	s.MemoryMax = p.Limits.Memory
@@ -371,7 +412,13 @@ func (p *startParams) deadline() (seconds float64, limit bool) {
 	return seconds, limit
 }
 
-const inputName = "input"
+// Names of the descriptors that become the streams of a command. The other ends of
+// pipes have the names of the streams.
+const (
+	inputName  = "in"
+	outputName = "out"
+	errorName  = "err"
+)
 
 // inputFile holds the whole input in memory that the command reads as a file, so that
 // nobody has to feed it and the death of this process takes nothing from it.

@@ -81,17 +81,10 @@ func (f *fake) StartTransient(ctx context.Context, p control.TransientParams, fi
 	u.cmd = &exec.Cmd{Path: s.ExecStart[0].Path, Args: s.ExecStart[0].Args, Dir: s.WorkingDirectory, Env: s.Environment,
 		SysProcAttr: &syscall.SysProcAttr{Setsid: true}}
 	var child []*os.File
-	pipe := func(name string, write bool) *os.File {
-		r, w, err := os.Pipe()
-		if err != nil {
-			panic(err)
+	for i, name := range p.FDNames {
+		if slices.Contains(p.Keep, name) {
+			u.kept[name] = dup(files[i])
 		}
-		if write {
-			r, w = w, r
-		}
-		u.kept[name] = r
-		child = append(child, w)
-		return w
 	}
 	if s.StandardInput == spec.StdioPTY {
 		m, t, err := pty.Open()
@@ -104,13 +97,11 @@ func (f *fake) StartTransient(ctx context.Context, p control.TransientParams, fi
 		u.cmd.Stdin, u.cmd.Stdout, u.cmd.Stderr = t, t, t
 		u.cmd.SysProcAttr.Setctty = true
 	} else {
-		switch {
-		case s.StandardInput == spec.StdioPipe:
-			u.cmd.Stdin = pipe("stdin", true)
-		case strings.HasPrefix(s.StandardInput, "fd:"):
-			u.cmd.Stdin = files[slices.Index(p.FDNames, s.StandardInput[3:])]
+		given := func(stream string) *os.File { return files[slices.Index(p.FDNames, strings.TrimPrefix(stream, "fd:"))] }
+		if s.StandardInput != spec.StdioNull {
+			u.cmd.Stdin = given(s.StandardInput)
 		}
-		u.cmd.Stdout, u.cmd.Stderr = pipe("stdout", false), pipe("stderr", false)
+		u.cmd.Stdout, u.cmd.Stderr = given(s.StandardOutput), given(s.StandardError)
 	}
 	u.st = control.UnitStatus{Name: p.Unit.Name, ActiveState: control.Active, InvocationID: newID(), Transient: true}
 	err := u.cmd.Start()
@@ -142,22 +133,31 @@ func (f *fake) StartTransient(ctx context.Context, p control.TransientParams, fi
 	if err := f.lost("start"); err != nil {
 		return control.TransientResult{}, nil, err
 	}
-	return r, f.hand(u), nil
-}
-
-func closeAll(fs []*os.File) {
-	for _, f := range fs {
-		f.Close()
+	if p.Wait {
+		var timeout <-chan time.Time
+		if p.WaitMS > 0 {
+			timeout = time.After(time.Duration(p.WaitMS) * time.Millisecond)
+		}
+		select {
+		case <-u.over:
+			f.mu.Lock()
+			r.Unit = u.st
+			f.mu.Unlock()
+		case <-timeout:
+		}
 	}
+	return r, f.hand(u, p.Keep...), nil
 }
 
 // hand makes duplicates for the client.
-func (f *fake) hand(u *fakeUnit) map[string]*os.File {
+func (f *fake) hand(u *fakeUnit, but ...string) map[string]*os.File {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	m := map[string]*os.File{}
 	for name, k := range u.kept {
-		m[name] = dup(k)
+		if !slices.Contains(but, name) {
+			m[name] = dup(k)
+		}
 	}
 	return m
 }
@@ -213,6 +213,13 @@ func (f *fake) Release(ctx context.Context, name string, fds ...string) error {
 	}
 	if len(fds) == 0 && u.st.ActiveState != control.Active {
 		delete(f.units, name)
+	}
+	return nil
+}
+
+func (f *fake) ReleaseUnits(ctx context.Context, names ...string) error {
+	for _, name := range names {
+		_ = f.Release(ctx, name) // no error for what is not there
 	}
 	return nil
 }

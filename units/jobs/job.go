@@ -94,21 +94,25 @@ func (s *Service) supervisor(ctx context.Context, f func(Supervisor) error) erro
 
 // launch starts the unit. When the connection ended before the answer, the unit is
 // looked for and never started a second time.
-func (j *job) launch(u *spec.Unit, p *startParams) (err error) {
-	params := control.TransientParams{Unit: u}
+//
+// The pipes are made here, so that the output of a command can be read while the
+// supervisor has not answered, which with patience is when the command is over, if that
+// is soon: end is then how its unit ended, otherwise nil.
+func (j *job) launch(u *spec.Unit, p *startParams, patience time.Duration) (end *control.UnitStatus, err error) {
+	params := control.TransientParams{Unit: u, Wait: patience > 0, WaitMS: int(patience.Milliseconds())}
 	var files []*os.File
-	if p.Input != nil && !p.PTY {
-		f, err := inputFile(*p.Input)
+	if !p.PTY {
+		var theirs []*os.File
+		files, theirs, err = j.streams(&params, p)
+		defer closeAll(theirs)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		defer f.Close()
-		params.FDNames, files = []string{inputName}, []*os.File{f}
 	}
 	ctx := j.s.ctx
 	sup, err := j.s.o.Supervisor(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	r, ends, err := sup.StartTransient(ctx, params, files...)
 	if errors.Is(err, rpc.ErrClosed) {
@@ -117,11 +121,11 @@ func (j *job) launch(u *spec.Unit, p *startParams) (err error) {
 			return err
 		})
 		if rpc.CodeOf(err) == rpc.CodeNotFound {
-			return rpc.Errorf(CodeStart, "the supervisor ended while it was asked to start the command; it does not know it now, so the command did not begin or ended unseen")
+			return nil, rpc.Errorf(CodeStart, "the supervisor ended while it was asked to start the command; it does not know it now, so the command did not begin or ended unseen")
 		}
 	}
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if startFailed(&r) {
 		closeFiles(ends)
@@ -129,48 +133,110 @@ func (j *job) launch(u *spec.Unit, p *startParams) (err error) {
 		if reason == "" {
 			reason = r.Unit.Result
 		}
-		return rpc.Errorf(CodeStart, "the command could not be started: %s", reason)
+		return nil, rpc.Errorf(CodeStart, "the command could not be started: %s", reason)
 	}
-	return j.connect(&r.Unit, ends)
+	if err := j.connect(&r.Unit, ends); err != nil {
+		return nil, err
+	}
+	if params.Wait && (r.Unit.ActiveState == control.Inactive || r.Unit.ActiveState == control.Failed) {
+		return &r.Unit, nil
+	}
+	return nil, nil
 }
 
-// connect takes the ends of the pipes or the terminal and starts the pumps.
+// streams makes the pipes of a command and starts their pumps. The files are what the
+// supervisor gets: the command's ends, which are given back to be closed, and ours to keep.
+func (j *job) streams(params *control.TransientParams, p *startParams) (files, theirs []*os.File, err error) {
+	give := func(name string, f *os.File) {
+		params.FDNames, files = append(params.FDNames, name), append(files, f)
+	}
+	pipe := func(stream, name string) error {
+		var fds [2]int
+		if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
+			return os.NewSyscallError("pipe", err)
+		}
+		if stream == "stdin" {
+			fds[0], fds[1] = fds[1], fds[0]
+		}
+		its := os.NewFile(uintptr(fds[1]), name)
+		theirs = append(theirs, its)
+		_ = unix.SetNonblock(fds[0], true) // so that Go's poller waits on it; the other end stays as it is
+		ours := os.NewFile(uintptr(fds[0]), stream)
+		params.Keep = append(params.Keep, stream)
+		give(name, its)
+		give(stream, ours)
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		j.take(stream, ours)
+		return nil
+	}
+	switch {
+	case p.Input != nil:
+		f, err := inputFile(*p.Input)
+		if err != nil {
+			return nil, nil, err
+		}
+		theirs = append(theirs, f)
+		give(inputName, f)
+	case p.Stdin:
+		if err := pipe("stdin", inputName); err != nil {
+			return nil, theirs, err
+		}
+	}
+	err = pipe(stdout, outputName)
+	if err == nil {
+		err = pipe(stderr, errorName)
+	}
+	return files, theirs, err
+}
+
+// connect takes the ends of the pipes or the terminal that it does not have, and starts
+// their pumps.
 func (j *job) connect(u *control.UnitStatus, ends map[string]*os.File) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.st.Invocation, j.st.PID = u.InvocationID, u.MainPID
+	if j.readers != nil {
+		closeFiles(ends)
+		return nil
+	}
 	var errs []error
 	for name, f := range ends {
-		f, err := own(f, name)
+		mine, err := own(f, name)
+		f.Close()
 		if err != nil {
 			errs = append(errs, err)
 			continue
 		}
-		switch name {
-		case "stdin":
-			if !j.st.Stdin { // it was closed
-				f.Close()
-				continue
-			}
-			j.stdin = f
-		case "stdout", "stderr", "pty":
-			if name == "pty" {
-				j.pty = f
-			}
-			j.readers = append(j.readers, f)
-			j.pumps.Add(1)
-			go j.pump(f, name == stderr, name == "pty")
-		default:
-			f.Close()
-		}
+		j.take(name, mine)
 	}
 	return errors.Join(errs...)
 }
 
-// own makes a descriptor that Go's poller waits on. The flag O_NONBLOCK is shared with
-// the duplicate that the supervisor keeps, which nobody reads.
+// take begins to use an end of a stream. It runs with mu held.
+func (j *job) take(name string, f *os.File) {
+	switch name {
+	case "stdin":
+		if !j.st.Stdin { // it was closed
+			f.Close()
+			return
+		}
+		j.stdin = f
+	case stdout, stderr, "pty":
+		if name == "pty" {
+			j.pty = f
+		}
+		j.readers = append(j.readers, f)
+		j.pumps.Add(1)
+		go j.pump(f, name == stderr, name == "pty")
+	default:
+		f.Close()
+	}
+}
+
+// own makes a duplicate that Go's poller waits on. The flag O_NONBLOCK is shared with
+// the descriptor that the supervisor keeps, which nobody reads.
 func own(f *os.File, name string) (*os.File, error) {
-	defer f.Close()
 	raw, err := f.SyscallConn()
 	if err != nil {
 		return nil, err
@@ -188,6 +254,12 @@ func own(f *os.File, name string) (*os.File, error) {
 		return nil, err
 	}
 	return os.NewFile(uintptr(fd), name), nil
+}
+
+func closeAll(files []*os.File) {
+	for _, f := range files {
+		f.Close()
+	}
 }
 
 func closeFiles(files map[string]*os.File) {
@@ -348,11 +420,37 @@ func (j *job) finish(u *control.UnitStatus, err error) {
 	j.release()
 }
 
-// release lets the supervisor forget the unit.
+// release lets the supervisor forget the unit. Nobody waits for that: what ended at
+// about the same time goes together.
 func (j *job) release() {
-	err := j.s.supervisor(j.s.ctx, func(sup Supervisor) error { return sup.Release(j.s.ctx, unitName(j.id)) })
-	if err != nil && j.s.ctx.Err() == nil && rpc.CodeOf(err) != rpc.CodeNotFound {
-		j.s.log.Warn("a unit could not be released", "unit", unitName(j.id), "err", err)
+	s := j.s
+	s.mu.Lock()
+	s.spent = append(s.spent, unitName(j.id))
+	first := len(s.spent) == 1
+	s.mu.Unlock()
+	if first {
+		s.goIfOpen(s.releaseSpent)
+	}
+}
+
+// releaseAfter is how long an ended unit waits for others.
+const releaseAfter = 20 * time.Millisecond
+
+func (s *Service) releaseSpent() {
+	delay := time.NewTimer(releaseAfter)
+	defer delay.Stop()
+	select {
+	case <-delay.C:
+	case <-s.ctx.Done():
+		return // the next manager finds them
+	}
+	s.mu.Lock()
+	names := s.spent
+	s.spent = nil
+	s.mu.Unlock()
+	err := s.supervisor(s.ctx, func(sup Supervisor) error { return sup.ReleaseUnits(s.ctx, names...) })
+	if err != nil && s.ctx.Err() == nil {
+		s.log.Warn("units could not be released", "units", names, "err", err)
 	}
 }
 

@@ -62,6 +62,7 @@ type Supervisor interface {
 	StartTransient(ctx context.Context, p control.TransientParams, files ...*os.File) (control.TransientResult, map[string]*os.File, error)
 	Attach(ctx context.Context, name string) (control.TransientResult, map[string]*os.File, error)
 	Release(ctx context.Context, name string, fds ...string) error
+	ReleaseUnits(ctx context.Context, names ...string) error
 	Stop(ctx context.Context, p control.JobParams) (control.JobResult, error)
 	List(ctx context.Context, usage bool) ([]control.UnitStatus, error)
 	Wait(ctx context.Context, p control.WaitParams) (control.UnitStatus, error)
@@ -128,6 +129,7 @@ type Service struct {
 	done    []string // completed ones in jobs, oldest first
 	early   []string // ids whose start was cancelled before it was asked for, newest last
 	unsaved string   // the completed one whose metadata the disk refused: kept beside the others
+	spent   []string // units to be released; a goroutine does it as long as there are any
 }
 
 // New makes a service. Jobs of an earlier manager are not touched until Resume.

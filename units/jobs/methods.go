@@ -114,15 +114,15 @@ type (
 
 // start of shell.start.
 func (s *Service) start(ctx context.Context, c Caller, p startParams) (Status, error) {
-	j, err := s.begin(ctx, c, KindShell, &p)
+	j, err := s.begin(ctx, c, KindShell, &p, 0)
 	if err != nil {
 		return Status{}, err
 	}
 	return j.status(), nil
 }
 
-// begin starts a job and returns when it runs.
-func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startParams) (*job, error) {
+// begin starts a job and returns when it runs, or has run, if that is within patience.
+func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startParams, patience time.Duration) (*job, error) {
 	if c.Again && p.ID != "" { // else only memory can have it, and that is looked at below
 		if j, err := s.find(ctx, p.ID); err == nil {
 			return j, j.startError(ctx)
@@ -175,7 +175,7 @@ func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startPara
 	s.jobs[j.id] = j
 	s.wg.Add(1) // for run
 	s.mu.Unlock()
-	go j.run(u, p)
+	go j.run(u, p, patience)
 	return j, j.startError(ctx)
 }
 
@@ -224,8 +224,12 @@ func (j *job) startError(ctx context.Context) error {
 	return nil
 }
 
+// briefly is how long a command that is waited for anyway may run before anybody is told
+// that it does: most are over by then, and cost one message each way.
+const briefly = 20 * time.Millisecond
+
 // run is the life of a job. Nobody's patience ends it.
-func (j *job) run(u *spec.Unit, p *startParams) {
+func (j *job) run(u *spec.Unit, p *startParams, patience time.Duration) {
 	fail := func(err error) {
 		close(j.started)
 		j.finish(nil, err)
@@ -237,8 +241,9 @@ func (j *job) run(u *spec.Unit, p *startParams) {
 		fail(rpc.Errorf(CodeStart, "the job could not be recorded, so it was not started: %v", err))
 		return
 	}
-	err := j.launch(u, p)
+	end, err := j.launch(u, p, patience)
 	if err != nil {
+		j.stopPumps()
 		if j.s.ctx.Err() != nil { // the next manager looks for it
 			close(j.started)
 			j.s.wg.Done()
@@ -251,6 +256,12 @@ func (j *job) run(u *spec.Unit, p *startParams) {
 		return
 	}
 	close(j.started)
+	if end != nil {
+		j.stopPumps()
+		j.finish(end, nil)
+		j.s.wg.Done()
+		return
+	}
 	if p.PTY && p.Input != nil {
 		j.s.goIfOpen(func() { j.feed(*p.Input) })
 	}
@@ -263,7 +274,11 @@ func (s *Service) run(ctx context.Context, c Caller, p startParams) (*RunResult,
 	if err != nil {
 		return nil, err
 	}
-	j, err := s.begin(ctx, c, KindShell, &p)
+	patience := briefly
+	if p.PTY { // its terminal comes with the answer
+		patience = 0
+	}
+	j, err := s.begin(ctx, c, KindShell, &p, patience)
 	if err != nil {
 		return nil, err
 	}

@@ -57,13 +57,8 @@ func (s *Service) addPackages(ctx context.Context, c Caller, p packagesParams) (
 		return Status{}, rpc.Errorf(CodeDependency, "packages are installed with uv, and there is none: %s", k.Problem).
 			WithHint("install uv (https://docs.astral.sh/uv/) and run mypr-mcp restart")
 	}
-	env := map[string]ospath.Text{}
-	for _, kv := range k.Env {
-		name, value, _ := strings.Cut(kv, "=")
-		env[name] = ospath.Text(value)
-	}
 	words := append([]string{"/bin/sh", "-c", install, "mypr-packages", k.UV, k.Python, k.Requirements}, p.Specs...)
-	j, err := s.begin(ctx, c, KindPackage, &startParams{ID: p.ID, Command: Command{Words: words}, Cwd: ospath.Text(k.Dir), Env: env})
+	j, err := s.begin(ctx, c, KindPackage, &startParams{ID: p.ID, Command: Command{Words: words}, Cwd: ospath.Text(k.Dir), Env: Environment{list: k.Env}}, 0)
 	if err != nil {
 		return Status{}, err
 	}

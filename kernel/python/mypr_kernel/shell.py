@@ -372,9 +372,22 @@ def _cwd() -> str:
         ) from None
 
 
-def _environment(env: Any, inherit: bool) -> dict[str, str]:
+_own: tuple[dict[bytes, bytes], str] = ({}, "")  # this process's environment, and how it travels
+
+
+def _environment(env: Any, inherit: bool) -> dict[str, str] | str:
+    """What the manager takes: an object or, for what this process has already, one text."""
+    global _own
     if env is None:
-        return dict(os.environ)
+        # os.environ decodes each name and value at every look, which takes as long as the
+        # rest of a call: what is below it is compared instead.
+        data = getattr(os.environ, "_data", None)
+        if type(data) is not dict or os.name != "posix":
+            return dict(os.environ)
+        if data != _own[0]:
+            joined = b"\0".join([name + b"=" + value for name, value in data.items()])
+            _own = (data.copy(), os.fsdecode(joined))
+        return _own[1]
     merged = dict(os.environ) if inherit else {}
     for name, value in dict(env).items():
         if not isinstance(name, str):
