@@ -17,11 +17,11 @@ DIR  ?= $(CURDIR)
 RACE := GORACE=atexit_sleep_ms=0
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 FUZZTIME    ?= 2000x
-# What "make test" runs, in this order.
-STAGES := lint test-go test-fuzz test-python test-e2e test-systemd test-differential test-faults
+# What "make test" runs, in this order. The kernel's tests mostly wait, the fuzz targets compute.
+STAGES := lint test-go test-fuzz+test-python test-e2e test-systemd test-differential test-faults
 GO_PACKAGES := ./...
 
-.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-differential test-faults faults
+.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-differential test-containers test-faults faults
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -35,8 +35,8 @@ run: build ## run a cell in the session of DIR (default: here): make run CODE='1
 	env -u GOFLAGS -u CGO_ENABLED -u MAKEFLAGS -u MFLAGS -u MAKELEVEL $(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
 
 test: build setup ## install what the tests need and run all of them
-	@for stage in $(STAGES); do echo "=== $$(date +%T) $$stage"; \
-	$(MAKE) --no-print-directory $$stage || { echo "=== $$(date +%T) $$stage failed"; exit 1; }; done; echo "=== $$(date +%T) all passed"
+	@for stage in $(STAGES); do echo "=== $$(date +%T) $$stage"; case $$stage in *+*) both="-j2 -O";; *) both=;; esac; \
+	$(MAKE) --no-print-directory $$both $$(echo $$stage | tr + ' ') || { echo "=== $$(date +%T) $$stage failed"; exit 1; }; done; echo "=== $$(date +%T) all passed"
 
 setup: ## install what the tests need (test/.venv*, test/node_modules)
 	@test/setup.sh
@@ -76,6 +76,9 @@ test-systemd: build ## the built program under a real systemd --user, and a boot
 
 test-differential: ## the same units under a real systemd --user and under our supervisor
 	test/report.sh $(GO) test -vet=off -count=1 -timeout 15m ./test/differential
+
+test-containers: build ## the built program in containers of podman, in bubblewrap and in bare namespaces
+	MYPR_BIN="$(CURDIR)/$(BIN)" test/report.sh $(GO) test -vet=off -count=1 -timeout 15m ./test/containers
 
 bench: build ## measure against the floors, side by side
 	MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) run ./test/bench
