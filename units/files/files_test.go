@@ -452,10 +452,12 @@ func TestReadChangedMeanwhile(t *testing.T) {
 	// What replaces the file, or moves or links it, does not disturb who reads it.
 	text := strings.Repeat("x", 1<<20)
 	for what, change := range map[string]func() error{
-		"replaced": func() error { return errors.Join(os.WriteFile(dir+"/new", []byte("y"), 0o600), os.Rename(dir+"/new", dir+"/g")) },
-		"moved":    func() error { return os.Rename(dir+"/g", dir+"/moved") },
-		"removed":  func() error { return os.Remove(dir + "/g") },
-		"linked":   func() error { return os.Link(dir+"/g", dir+"/linked") },
+		"replaced": func() error {
+			return errors.Join(os.WriteFile(dir+"/new", []byte("y"), 0o600), os.Rename(dir+"/new", dir+"/g"))
+		},
+		"moved":   func() error { return os.Rename(dir+"/g", dir+"/moved") },
+		"removed": func() error { return os.Remove(dir + "/g") },
+		"linked":  func() error { return os.Link(dir+"/g", dir+"/linked") },
 	} {
 		put(t, dir+"/g", text)
 		f, st, err := s.openRegular("read", "g")
@@ -983,6 +985,20 @@ func TestDiffIsBounded(t *testing.T) {
 	for _, n := range []string{"-1", "4194305"} {
 		_, err := call[dict](t, s, "fs.patch", `{"path":"f","edits":[{"old":"old","new":"new","count":"all"}],"max_diff_bytes":`+n+`}`)
 		refused(t, err, rpc.CodeInvalidRequest, "max_diff_bytes")
+	}
+}
+
+func TestDiffOfAPatchIsBounded(t *testing.T) {
+	s, dir := newService(t)
+	put(t, dir+"/f", strings.Repeat("old line with é\n", 10_000))
+	put(t, dir+"/g", strings.Repeat("old line with é\n", 10_000))
+	patch, _ := json.Marshal("*** Begin Patch\n*** Delete File: f\n*** Delete File: g\n*** End Patch\n")
+	for params, limit := range map[string]int{`{"dry_run":true,"patch":` + string(patch) + `}`: 32768, `{"dry_run":true,"max_diff_bytes":1000,"patch":` + string(patch) + `}`: 1000} {
+		r := must[dict](t)(call[dict](t, s, "fs.apply_patch", params))
+		diff, _ := r["diff"].(string)
+		if len(diff) > limit || len(diff) < limit-100 || r["diff_truncated"] != true {
+			t.Errorf("%d bytes, %v", len(diff), r["diff_truncated"])
+		}
 	}
 }
 

@@ -659,6 +659,20 @@ func TestDefaults(t *testing.T) {
 	if v.Patch != "" || len(v.Files) == 0 || !v.HasMore {
 		t.Errorf("%d files and %d bytes of patch", len(v.Files), len(v.Patch))
 	}
+	// The budget of a page, when none is named, for each method.
+	w.git("commit", "-qm", "big")
+	w.put("big", strings.Repeat("another line of text\n", 10_000))
+	for i := range 300 {
+		w.put(fmt.Sprintf("new/%s-%d/f", strings.Repeat("x", 180), i), "x")
+	}
+	w.git("config", "status.showUntrackedFiles", "all")
+	for _, m := range []string{`git.status {}`, `git.diff {}`, `git.show {}`, `git.show {"path":"big"}`} {
+		method, params, _ := strings.Cut(m, " ")
+		raw := ok[json.RawMessage](t, w.Service, method, params)
+		if n := len(raw); n > 32768 || n < 30000 && method != "git.status" {
+			t.Errorf("%s: a page of %d bytes", m, n)
+		}
+	}
 	for _, m := range []string{"git.status", "git.diff", "git.show"} {
 		_, err := call[any](t, w.Service, m, `{"max_bytes":1023}`)
 		refused(t, err, rpc.CodeInvalidRequest, "1024")

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"mypr/internal/paging"
 	"mypr/internal/rpc"
 )
 
@@ -239,5 +240,22 @@ func TestASTNamesThatAreNotUTF8(t *testing.T) {
 	r := w.ok("fs.search_ast", `{"pattern":"foo(1)","lang":"python"}`)
 	if len(r.Matches) != 1 || r.Matches[0].Path != "d\uFFFD/a.py" || !r.Matches[0].PathLossy {
 		t.Errorf("%v", r.raw)
+	}
+}
+
+func TestASTDefaults(t *testing.T) {
+	need(t, "ast-grep")
+	w := newWorld(t)
+	w.put("many.py", strings.Repeat("foo(1)\n", 150))
+	w.put("long.py", strings.Repeat("foo("+strings.Repeat("x", 500)+")\n", 150))
+	if r := w.ok("fs.search_ast", `{"pattern":"foo($A)","lang":"python","paths":"many.py","max_bytes":1000000}`); len(r.Matches) != 100 || !r.HasMore {
+		t.Errorf("%d matches", len(r.Matches))
+	}
+	page, err := w.Methods()["fs.search_ast"](t.Context(), json.RawMessage(`{"pattern":"foo($A)","lang":"python","paths":"long.py"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n, _ := paging.Size(page); n > 32768 || n < 30000 {
+		t.Errorf("a page of %d bytes", n)
 	}
 }
