@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"mypr/internal/api"
@@ -166,6 +167,70 @@ import asyncio; await asyncio.sleep(2)`); err != nil {
 	}
 	left := v.s.processes()
 	v.check("nothing is left", len(left) == 0, left)
+	return v.container()
+}
+
+// container runs the session as the first process of a container: alone in a group that
+// is the root of its cgroup namespace. The controllers are for it to hand on, and it may
+// not stay in that group when it does.
+func (v *limits) container() error {
+	const group = "/sys/fs/cgroup/container"
+	if err := os.Mkdir(group, 0o755); err != nil {
+		return err
+	}
+	dir, err := os.Open(group)
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	script := fmt.Sprintf("umount -R /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; mount -t proc proc /proc; exec %s -C %s supervise", v.s.bin, v.s.dir)
+	cmd := exec.Command("unshare", "--cgroup", "--mount", "--propagation", "private", "bash", "-ec", script)
+	log, err := os.OpenFile(filepath.Join(v.s.dir, ".mypr", "supervisor.log"), os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	cmd.Dir, cmd.Env, cmd.Stderr = v.s.dir, v.s.env, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID, UseCgroupFD: true, CgroupFD: int(dir.Fd())}
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	var info control.Info
+	for deadline := time.Now().Add(patience); ; {
+		err := v.s.ask(func(ctx context.Context, c *control.Client) (err error) {
+			info, err = c.Info(ctx)
+			return err
+		})
+		if err == nil {
+			break
+		}
+		if len(ended) > 0 || time.Now().After(deadline) {
+			_ = cmd.Process.Kill()
+			return fmt.Errorf("no runtime in a container: %w", err)
+		}
+	}
+	v.check("first process of a container: tier 1", info.Mode == "container" && info.Tier == 1, fmt.Sprintf("%s %d %s", info.Mode, info.Tier, info.TierReason))
+	out, err := v.s.cli("exec", "6 * 7")
+	v.check("… a cell runs", err == nil && strings.TrimSpace(out) == "42", fmt.Sprint(out, err))
+	limit, _ := filepath.Glob(group + "/mypr-*/kernel.service-*/memory.max")
+	var b []byte
+	if len(limit) == 1 {
+		b, err = os.ReadFile(limit[0])
+	}
+	v.check("… its kernel has the limit", err == nil && strings.TrimSpace(string(b)) == strconv.Itoa(160<<20), fmt.Sprint(limit, string(b), err))
+	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		return err
+	}
+	select {
+	case err = <-ended:
+		v.check("… SIGTERM ends it", err == nil, err)
+	case <-time.After(patience):
+		v.check("… SIGTERM ends it", false, "it did not end")
+		_ = cmd.Process.Kill()
+	}
+	v.check("… and nothing is left", len(v.s.processes()) == 0, v.s.processes())
 	return nil
 }
 
