@@ -23,7 +23,7 @@ func TestLogsAreRotated(t *testing.T) {
 	a.must("1")
 	for _, name := range names {
 		now, old := s.read(".mypr/"+name+".log"), s.read(".mypr/"+name+".1.log")
-		if old != full || len(now) > 1<<20 {
+		if !strings.HasPrefix(old, full) || len(now) > 1<<20 {
 			t.Errorf("%s: %d bytes now, %d in the old one", name, len(now), len(old))
 		}
 	}
