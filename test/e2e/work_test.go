@@ -373,6 +373,109 @@ t = ws.tasks.start(asyncio.sleep(1000), task_id="long")`)
 	}
 }
 
+// The environment of a command is what the caller says it is, and one variable of ours.
+func TestEnvironmentOfJobs(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	f.must(`import os
+os.environ["MINE"] = "1"; os.environ["HIDDEN"] = "2"
+async def seen(**kw):
+    out = (await ws.shell.run(["/usr/bin/env", "-0"], check=True, max_bytes=1 << 20, **kw))["stdout"]
+    seen = dict(pair.split("=", 1) for pair in out.split("\0") if pair)
+    del seen["INVOCATION_ID"]  # by which the supervisor knows its processes
+    return seen`)
+	if got := f.must(`await seen(env={}), await seen(env={"A": "b=c"}), await seen() == dict(os.environ)`); got != "({}, {'A': 'b=c'}, True)" {
+		t.Error(got)
+	}
+	if got := f.must(`laid = await seen(env={"MINE": "3", "HIDDEN": None}, inherit_env=True)
+"HIDDEN" in laid, {**laid, "HIDDEN": "2", "MINE": "1"} == dict(os.environ), laid["MINE"]`); got != "(False, True, '3')" {
+		t.Error(got)
+	}
+}
+
+// Two agents: a name is held by one of them at a time, and what each did is told apart.
+func TestAgentsShareLocksAndHistory(t *testing.T) {
+	s := newSession(t)
+	a, b := s.serve(), s.serve()
+	a.init("calm-otter")
+	b.init("bright-fox")
+	a.must("import asyncio\norder, held, asked, let_go = [], asyncio.Event(), asyncio.Event(), asyncio.Event()")
+	first := a.tool("execute", map[string]any{"code": `async with ws.locks.acquire("file:report", "module:review"):
+    held.set()
+    await let_go.wait()
+    order.append("calm-otter")`, "wait_ms": 0})
+	if got := b.must(`await held.wait()
+try:
+    async with ws.locks.acquire("module:review", timeout=0.05): pass
+except TimeoutError: print("taken")
+[(l["name"], l["owner"]["client_id"]) for l in ws.locks.list()]`); got != "taken\n[('file:report', 'calm-otter'), ('module:review', 'calm-otter')]" {
+		t.Error(got)
+	}
+	second := b.tool("execute", map[string]any{"code": `asyncio.get_running_loop().call_soon(asked.set)
+async with ws.locks.acquire("module:review", timeout=30):
+    order.append("bright-fox")`, "wait_ms": 0})
+	if got := a.must(`await asked.wait()
+waiting = [w["client_id"] for l in ws.locks.list() for w in l["waiters"]]
+let_go.set()
+waiting`); got != "['bright-fox']" {
+		t.Error(got)
+	}
+	a.finish(first)
+	b.finish(second)
+	if got := a.must(`order, ws.locks.list()`); got != "(['calm-otter', 'bright-fox'], [])" {
+		t.Error(got)
+	}
+	if got := a.must(`mine = (await ws.history.list(client_id="calm-otter", limit=200))["items"]
+theirs = (await ws.history.list(client_id="bright-fox", limit=200))["items"]
+events = (await ws.history.logs(client_id="bright-fox", limit=200))["events"]
+{i["client_id"] for i in mine}, {i["client_id"] for i in theirs}, len(theirs), {e["client_id"] for e in events}, ` +
+		fmt.Sprintf("%q in [i['id'] for i in theirs]", second.Exec.ExecID)); got != "({'calm-otter'}, {'bright-fox'}, 2, {'bright-fox'}, True)" {
+		t.Error(got)
+	}
+}
+
+// A restart from a cell: refused beside other work, else everything in memory is gone,
+// and both clients go on under their names.
+func TestRestartFromACell(t *testing.T) {
+	s := newSession(t)
+	a, b := s.serve(), s.serve()
+	a.init("a")
+	b.init("b")
+	a.must("import asyncio\nover = asyncio.Event(); kept = 1")
+	beside := b.tool("execute", map[string]any{"code": "await over.wait()", "wait_ms": 0})
+	if r, _ := a.do("await ws.restart()"); r.Exec.State != api.FailedCell || !strings.Contains(r.Text, "active work") {
+		t.Errorf("beside other work: %s", r.Text)
+	}
+	a.must("over.set()")
+	b.finish(beside)
+	before := s.unitPID("manager.service")
+	if r, _ := a.do("await ws.restart()"); r.Exec.State != api.Succeeded {
+		t.Errorf("%s", r.Text)
+	}
+	for _, f := range []*front{a, b} {
+		if got := f.must(`"kept" in globals(), ws.client.id`); got != map[*front]string{a: "(False, 'a')", b: "(False, 'b')"}[f] {
+			t.Error(got)
+		}
+	}
+	if s.unitPID("manager.service") == before {
+		t.Error("the manager was not replaced")
+	}
+	// What forces it is cancelled.
+	a.must("import asyncio\nstarted = asyncio.Event()")
+	f := b.tool("execute", map[string]any{"code": `job = await ws.shell.start("sleep 1000"); started.set(); await job`, "wait_ms": 0})
+	a.must(`await started.wait(); open("ident", "w").write(job.id)`)
+	if r, _ := a.do("await ws.restart(force=True)"); r.Exec.State != api.Succeeded {
+		t.Errorf("%s", r.Text)
+	}
+	if r, _ := b.finish(f); r.Exec.State != api.Cancelled {
+		t.Errorf("a cell that was in the way: %s", r.Text)
+	}
+	if got := a.must(`(await ws.tasks.attach(open("ident").read())).status()["status"]`); got != "'cancelled'" {
+		t.Error(got)
+	}
+}
+
 // Bad input is refused with a clear error; nothing is lost by it and nobody else notices.
 func TestBadInputOfWork(t *testing.T) {
 	s := newSession(t)
