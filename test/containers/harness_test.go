@@ -43,7 +43,7 @@ const (
 // under test, a copy in it.
 var (
 	top = os.Getenv(topVariable)
-	bin = filepath.Join(top, "mypr-mcp")
+	bin = filepath.Join(top, "bin", "mypr-mcp")
 )
 
 func TestMain(m *testing.M) {
@@ -93,6 +93,24 @@ var needed = map[string]string{
 	"podman": "podman", "crun": "crun", "runc": "runc", "conmon": "conmon", "newuidmap": "uidmap", "bwrap": "bubblewrap", "podman-compose": "podman-compose",
 }
 
+// podman is what the person's shell finds under that name: there are no networks here.
+const podman = `#!/bin/bash
+case $1 in
+build) exec /usr/bin/podman build --network=none --pull=never $BUILD_OPTIONS "${@:2}" ;;
+run) ;;
+*) exec /usr/bin/podman "$@" ;;
+esac
+args=()
+while [ $# -gt 0 ]; do
+	case $1 in
+	--net | --network-alias) shift ;;
+	*) args+=("$1") ;;
+	esac
+	shift
+done
+exec /usr/bin/podman "${args[@]}"
+`
+
 func outside() (int, error) {
 	if os.Getuid() != 0 {
 		return 1, errors.New("these tests make namespaces, cgroups and containers of two users: run them as root")
@@ -114,11 +132,16 @@ func outside() (int, error) {
 	}
 	defer os.RemoveAll(top)
 	os.Setenv(topVariable, top)
-	bin = filepath.Join(top, "mypr-mcp")
-	err = errors.Join(os.Chmod(top, 0o755), os.WriteFile(bin, program, 0o755),
+	bin = filepath.Join(top, "bin", "mypr-mcp")
+	err = errors.Join(os.Chmod(top, 0o755), os.Mkdir(filepath.Dir(bin), 0o755), os.WriteFile(bin, program, 0o755),
+		os.WriteFile(filepath.Join(top, "bin", "podman"), []byte(podman), 0o755), os.Mkdir(filepath.Join(top, "node_modules"), 0o755),
 		os.Mkdir(filepath.Join(top, "tmp"), 0o777), os.Chmod(filepath.Join(top, "tmp"), 0o777|os.ModeSticky))
 	if err != nil {
 		return 1, err
+	}
+	// An ordinary user can read neither root's checkout nor where go test builds.
+	if out, err := exec.Command("cp", "-r", "../../contrib", top).CombinedOutput(); err != nil {
+		return 1, fmt.Errorf("%w: %s", err, out)
 	}
 	root := "/sys/fs/cgroup/unified"
 	if _, err := os.Stat(root); err != nil {
@@ -166,6 +189,9 @@ func initProcess() (int, error) {
 		if err == nil {
 			err = os.NewSyscallError("mount "+m.target, unix.Mount(m.source, m.target, m.kind, m.flags, m.data))
 		}
+	}
+	if err == nil {
+		err = os.NewSyscallError("mount test/node_modules (run test/setup.sh)", unix.Mount("../node_modules", filepath.Join(top, "node_modules"), "", unix.MS_BIND, ""))
 	}
 	for dir, owner := range map[string]int{"/run/lock": 0, "/run/user/0": 0, fmt.Sprintf("/run/user/%d", uid): uid} {
 		err = errors.Join(err, os.MkdirAll(dir, 0o755), os.Chmod(dir, 0o700), os.Chown(dir, owner, owner))
@@ -281,8 +307,8 @@ var people = sync.OnceValues(func() (map[string]*person, error) {
 			os.WriteFile(filepath.Join(p.home, "containers.conf"), []byte(conf), 0o644), os.WriteFile(filepath.Join(p.home, "storage.conf"), []byte(storage), 0o644),
 			os.Chown(p.home, id, id), os.Chown(filepath.Join(p.home, "tmp"), id, id))
 		p.env = []string{
-			"HOME=" + p.home, "USER=" + user, "LANG=C.UTF-8", "PATH=" + top + ":/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "XDG_RUNTIME_DIR=" + p.run, "TMPDIR=" + p.home + "/tmp",
-			"CONTAINERS_CONF=" + p.home + "/containers.conf", "CONTAINERS_STORAGE_CONF=" + p.home + "/storage.conf",
+			"HOME=" + p.home, "USER=" + user, "LANG=C.UTF-8", "PATH=" + top + "/bin:" + top + "/node_modules/.bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "XDG_RUNTIME_DIR=" + p.run, "TMPDIR=" + p.home + "/tmp",
+			"contrib=" + top + "/contrib/containers", "CONTAINERS_CONF=" + p.home + "/containers.conf", "CONTAINERS_STORAGE_CONF=" + p.home + "/storage.conf",
 		}
 		all[name] = p
 	}
@@ -416,21 +442,34 @@ var built = sync.OnceValue(func() error {
 		}
 		return nil
 	}
-	args := []string{"build", "--quiet", "--network=none", "--pull=never"}
+	// The commands of the guide, with the Go, modules and build cache of this machine.
+	script := "export BUILD_OPTIONS='"
 	for _, v := range [][2]string{{"GOROOT", "/usr/local/go"}, {"GOMODCACHE", "/go/pkg/mod"}, {"GOCACHE", "/root/.cache/go-build"}} {
 		out, err := exec.Command("go", "env", v[0]).Output()
 		if err != nil {
 			return fmt.Errorf("go env: %w", err)
 		}
-		args = append(args, "-v", strings.TrimSpace(string(out))+":"+v[1])
+		script += " -v " + strings.TrimSpace(string(out)) + ":" + v[1]
+	}
+	script += "'\n"
+	for _, block := range guide() {
+		if strings.HasPrefix(block, "podman build") {
+			script += block + "\n"
+		}
 	}
 	source, err := filepath.Abs("../..")
-	containerfile := filepath.Join(source, "contrib", "containers", "Containerfile")
-	return errors.Join(err,
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(
 		run("podman", "import", "--quiet", "--change", "ENV PATH=/usr/local/go/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "--change", "ENV GOPATH=/go", file, pythonImage),
-		run("podman", "tag", pythonImage, goImage),
-		run("podman", append(args, "--target", "binary", "-t", binaryImage, "-f", containerfile, source)...),
-		run("podman", append(args, "-t", image, "-f", containerfile, source)...),
+		run("podman", "tag", pythonImage, goImage)); err != nil {
+		return err
+	}
+	if out, err := p.script(source, script); err != nil {
+		return fmt.Errorf("%s: %w\n%s", script, err, out)
+	}
+	return errors.Join(
 		run("podman", "save", "--quiet", "-m", "-o", filepath.Join(top, "images.tar"), image, binaryImage, pythonImage, goImage),
 		os.Chmod(filepath.Join(top, "images.tar"), 0o644))
 })

@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -111,29 +112,20 @@ func TestQuadlet(t *testing.T) {
 	if err := os.Rename(dir, plain); err != nil {
 		t.Fatal(err)
 	}
-	install, err := os.ReadFile("../../docs/CONTAINERS.md")
-	if err != nil {
-		t.Fatal(err)
+	blocks := slices.DeleteFunc(guide(), func(block string) bool { return !strings.Contains(block, "systemctl") })
+	if len(blocks) != 3 {
+		t.Fatalf("the guide has %d blocks about quadlet", len(blocks))
 	}
-	script := ""
-	for _, block := range commands(string(install)) {
-		if strings.Contains(block, "@SOCKET@") {
-			script = block
-		}
-	}
-	source, err := filepath.Abs("../../contrib")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if out, err := exec.Command("cp", "-r", source, filepath.Join(p.home, "contrib")).CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
-	if out, err := p.script(plain, "contrib="+p.home+"/contrib/containers\n"+script); err != nil {
+	install, look, undo := blocks[0], blocks[1], blocks[2]
+	if out, err := p.script(plain, install); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	t.Cleanup(func() {
-		if out, err := p.script(plain, "systemctl --user disable --now mypr.socket mypr.service; podman ps -aq"); err != nil {
+		if out, err := p.script(plain, undo); err != nil {
 			t.Errorf("%v\n%s", err, out)
+		}
+		if out := p.must(t, "podman", "ps", "-aq"); out != "" {
+			t.Errorf("containers are left: %s", out)
 		}
 	})
 	property := func(unit, name string) string {
@@ -176,15 +168,8 @@ func TestQuadlet(t *testing.T) {
 	if got := host.ok("exec", "2 + 2"); got != "4" {
 		t.Errorf("after systemctl stop: %s", got)
 	}
-	host.ok("stop")
-}
-
-// commands are the shell blocks of a document.
-func commands(text string) (blocks []string) {
-	for i, part := range strings.Split(text, "```") {
-		if code, ok := strings.CutPrefix(part, "sh\n"); ok && i%2 == 1 {
-			blocks = append(blocks, strings.TrimSpace(code))
-		}
+	if out, err := p.script(plain, look); err != nil || !strings.Contains(out, "active (running)") {
+		t.Errorf("%s: %v\n%s", look, err, out)
 	}
-	return blocks
+	host.ok("stop")
 }
