@@ -270,6 +270,12 @@ func (s *Supervisor) openBox(u *unit, r *boxRecord) box {
 	}
 	p, err := process.Adopt(r.Shim.PID, r.Shim.Start)
 	if err != nil {
+		if r == u.Box && !errors.Is(err, os.ErrProcessDone) {
+			// Without pidfds (a seccomp filter) it could be neither watched nor stopped, and
+			// the next run would meet it. The shim ends when it is empty.
+			s.log.Error("a run cannot be taken over and is killed", "unit", u.name, "invocation", u.Invocation, "err", err)
+			process.KillInvocation(u.Invocation)
+		}
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
