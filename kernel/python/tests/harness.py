@@ -257,6 +257,24 @@ class Kernel:
         message = self.wait_for(lambda m: m["type"] == "interrupted" and m["id"] == ident)
         return str(message["outcome"])
 
+    def end(self, exec_id: str | None, outcome: str) -> None:
+        """Interrupt a cell, with this outcome. On a busy machine an answer may come before
+        the cell has ended ("pending"): then it is asked again."""
+        end = time.monotonic() + DEADLINE
+        got = self.outcome(self.interrupt(exec_id))
+        late = got == "pending"
+        while got == "pending" and time.monotonic() < end:
+            got = self.outcome(self.interrupt(exec_id))
+        assert got == outcome or (late and got == "finished"), got
+
+    def blocked(self, exec_id: str) -> Message:
+        """Wait until this cell is said to block the loop, and what is said of it."""
+        message = self.wait_for(
+            lambda m: m["type"] == "loop" and m["blocked"] is not None and m["blocked"]["exec_id"] == exec_id
+        )
+        told: Message = message["blocked"]
+        return told
+
     def process_quiet(self, seconds: float) -> None:
         """Let time pass, which is what some tests are about. Ends early if the process does."""
         try:

@@ -55,8 +55,7 @@ def background_task(kernel: Kernel) -> None:
 
 
 def blocked(kernel: Kernel) -> None:
-    kernel.execute("time.sleep(3600)")
-    kernel.wait_for(lambda m: m["type"] == "loop")
+    kernel.blocked(kernel.execute("time.sleep(3600)"))
 
 
 def blocked_with_a_queued_cell(kernel: Kernel) -> None:
@@ -69,7 +68,7 @@ def interrupt_pending(kernel: Kernel) -> None:
     exec_id = kernel.execute(
         "while True:\n    try:\n        time.sleep(3600)\n    except KeyboardInterrupt:\n        pass"
     )
-    kernel.wait_for(lambda m: m["type"] == "loop")
+    kernel.blocked(exec_id)
     for _ in range(2):
         assert kernel.outcome(kernel.interrupt(exec_id)) == "pending"
 
@@ -88,7 +87,7 @@ def full_ring(kernel: Kernel) -> None:
     exec_id = kernel.execute(
         "import subprocess\np = subprocess.Popen(['yes'])\nwhile True: print('x' * 65536)"
     )
-    kernel.wait_for(lambda m: m["type"] == "loop" and (m["blocked"] or {}).get("exec_id") == exec_id)
+    kernel.blocked(exec_id)
 
 
 def unanswered_call(kernel: Kernel) -> None:

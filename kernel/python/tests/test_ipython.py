@@ -92,7 +92,7 @@ def test_interrupted_command_is_ended(ipython: Kernel, has_ipython: bool) -> Non
         return
     exec_id = ipython.execute("!echo $$; exec sleep 60")
     pid = int(ipython.wait_for(lambda m: m.get("exec_id") == exec_id and m.get("event") == "stream")["text"])
-    assert ipython.outcome(ipython.interrupt(exec_id)) == "interrupted"
+    ipython.end(exec_id, "interrupted")
     assert not Path(f"/proc/{pid}").exists()
 
 

@@ -55,7 +55,7 @@ def test_sigterm_ends_orderly(kernel: Kernel) -> None:
 def test_sigterm_ends_a_blocking_cell(kernel: Kernel) -> None:
     exec_id = kernel.execute("import time\ntime.sleep(600)")
     queued = kernel.execute("2")
-    kernel.wait_for(lambda m: m["type"] == "loop")
+    kernel.blocked(exec_id)
     kernel.process.send_signal(signal.SIGTERM)
     assert kernel.process.wait(DEADLINE) == 0
     assert kernel.wait_state(exec_id)["state"] == "cancelled"
@@ -189,7 +189,7 @@ def test_low_descriptors_are_the_cells(kernel: Kernel, how: str, first: bool) ->
     assert kernel.run("await asyncio.sleep(0.01); 1 + 1").result == "2"
     exec_id = kernel.execute("await asyncio.sleep(600)")
     kernel.wait_state(exec_id, "running")
-    assert kernel.outcome(kernel.interrupt(exec_id)) == "cancelled"
+    kernel.end(exec_id, "cancelled")
 
 
 def test_the_kernel_keeps_room_for_its_own_code(kernel: Kernel) -> None:

@@ -107,7 +107,7 @@ def test_a_full_ring_holds_writers_and_loses_nothing(kernel: Kernel) -> None:
     kernel.send({"type": "ping", "id": 5})
     kernel.wait_for(lambda m: m["type"] == "pong")
     assert not (kernel.workspace / "done").exists()
-    assert kernel.wait_for(lambda m: m["type"] == "loop")["blocked"]["exec_id"] == exec_id
+    kernel.blocked(exec_id)
     kernel.auto_ack = True
     kernel.send({"type": "ack", "seq": max(e["seq"] for e in events(list(kernel.messages)))})
     kernel.wait_state(exec_id)
@@ -120,8 +120,8 @@ def test_an_interrupt_breaks_the_wait_for_room(kernel: Kernel) -> None:
     kernel.run("1")
     kernel.auto_ack = False
     exec_id = kernel.execute("while True: print('x' * (1 << 16))")
-    kernel.wait_for(lambda m: m["type"] == "loop")
-    assert kernel.outcome(kernel.interrupt(exec_id)) == "interrupted"
+    kernel.blocked(exec_id)
+    kernel.end(exec_id, "interrupted")
     assert kernel.cell(exec_id).state == "cancelled"
 
 

@@ -207,7 +207,7 @@ def test_interrupt_hits_the_task_that_blocks(kernel: Kernel) -> None:
     kernel.wait_for(
         lambda m: m["type"] == "loop" and m["blocked"] is not None and m["blocked"]["exec_id"] == ident
     )
-    assert kernel.outcome(kernel.interrupt(None)) == "interrupted"
+    kernel.end(None, "interrupted")
     assert kernel.wait_state(ident)["state"] in ("failed", "cancelled")
 
 
@@ -244,7 +244,7 @@ def test_sync_question_can_be_interrupted_and_survives_a_manager(kernel: Kernel)
     seen = len([m for m in kernel.messages if m["type"] == "call"])
     assert seen >= 1
     kernel.wait_for(lambda m: m["type"] == "call" and kernel.messages.index(m) >= 0)
-    assert kernel.outcome(kernel.interrupt(waiting)) == "interrupted"
+    kernel.end(waiting, "interrupted")
     assert kernel.wait_state(waiting)["state"] == "cancelled"
 
 
