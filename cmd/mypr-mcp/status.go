@@ -77,7 +77,14 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 			r.Units, err = sv.List(ctx, true)
 			return err
 		})
-		if err != nil {
+		switch {
+		case errors.Is(err, context.DeadlineExceeded): // it hangs since a moment ago
+			silent := &workspace.Silent{Control: l.Control}
+			if place.SamePIDs() {
+				silent.PID = l.Supervisor.PID
+			}
+			problem(silent)
+		case err != nil:
 			problem(fmt.Errorf("the supervisor does not list its units: %w", err))
 		}
 	case l.Silent != nil:
