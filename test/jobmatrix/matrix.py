@@ -155,6 +155,7 @@ async def matrix():
     # What is opened once and kept, such as the files of the database, is no leak.
     await asyncio.gather(*(case("string", feed, "exit 3") for feed in FEEDS))
     await ws.shell.run("true")
+    await asyncio.sleep(0.5)  # a moment after its loop began, the kernel locks its sources
     before = descriptors()
     problems = []
     for end in SCRIPTS:
