@@ -13,10 +13,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from IPython.core import page
+from IPython.core.autocall import ExitAutocall
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
-from traitlets import Type
+from traitlets import Type, default
 from traitlets.config import Config
 
 from . import interrupts
@@ -60,6 +61,13 @@ class Hook(DisplayHook):
 
     def quiet(self) -> bool:
         return False
+
+
+class Exit(ExitAutocall):
+    """``exit()`` of a cell that runs just when IPython has put its own names there."""
+
+    def __call__(self, code: object = None) -> None:
+        raise SystemExit(code)
 
 
 class Shell(InteractiveShell):
@@ -108,6 +116,10 @@ class Shell(InteractiveShell):
             self.events.trigger("post_execute")
 
     # -- what IPython calls ----------------------------------------------------
+
+    @default("exiter")
+    def _exiter_default(self) -> Exit:
+        return Exit(self)
 
     def showtraceback(self, *args: Any, **kw: Any) -> None:
         if not self._formatting:

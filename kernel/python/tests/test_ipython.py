@@ -105,3 +105,12 @@ def test_syntax_errors_stay_as_they_are(ipython: Kernel) -> None:
     cell = ipython.run("b = = 2")
     assert cell.error.startswith("SyntaxError: invalid syntax (<cell ")
     assert "    b = = 2" in cell.traceback
+
+
+def test_exit_of_ipython_ends_the_cell(ipython: Kernel, has_ipython: bool) -> None:
+    """A cell may meet it, in the moment before its names are taken out again."""
+    if not has_ipython:
+        assert ipython.run("exit(3)").error == "SystemExit: 3"
+        return
+    assert ipython.run("get_ipython().exiter()").state == "succeeded"
+    assert ipython.run("get_ipython().exiter(3)").error == "SystemExit: 3"
