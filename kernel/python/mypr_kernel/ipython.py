@@ -17,7 +17,7 @@ from IPython.core.autocall import ExitAutocall
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
-from traitlets import Type, default
+from traitlets import Type
 from traitlets.config import Config
 
 from . import interrupts
@@ -117,9 +117,9 @@ class Shell(InteractiveShell):
 
     # -- what IPython calls ----------------------------------------------------
 
-    @default("exiter")
-    def _exiter_default(self) -> Exit:
-        return Exit(self)
+    def init_user_ns(self) -> None:
+        self.exiter = Exit(self)
+        super().init_user_ns()
 
     def showtraceback(self, *args: Any, **kw: Any) -> None:
         if not self._formatting:
