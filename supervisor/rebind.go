@@ -130,9 +130,6 @@ func (s *Supervisor) checkSockets() {
 		_, err := os.Lstat(path)
 		return errors.Is(err, fs.ErrNotExist)
 	}
-	if missing(s.opt.ControlPath) {
-		s.rebound(s.opt.ControlPath, s.rebindControl())
-	}
 	if s.notify != nil && missing(s.opt.NotifyPath) {
 		s.rebound(s.opt.NotifyPath, s.rebindNotify())
 	}
@@ -153,6 +150,10 @@ func (s *Supervisor) checkSockets() {
 		if svc := s.units[u.serviceName()]; svc != nil && !svc.State.ended() {
 			s.restartJob(svc, "its socket was deleted", nil)
 		}
+	}
+	// Last: who finds the supervisor expects the others to be there.
+	if missing(s.opt.ControlPath) {
+		s.rebound(s.opt.ControlPath, s.rebindControl())
 	}
 	for _, path := range s.socketPaths() {
 		const events = unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR
