@@ -37,6 +37,11 @@ func (c *cli) superviseCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), haltSignal)
 			defer stop()
+			if os.Getpid() == 1 {
+				// With it the whole container would end: a log that nobody reads any more, or a
+				// terminal that is closed, is no reason. (Caught, for units must not ignore them.)
+				signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP, syscall.SIGPIPE)
+			}
 			starter := workspace.TakeStarter()
 			service := systemd.Current()
 			takeover := supervisor.TakesOver()

@@ -121,3 +121,29 @@ func TestOwner(t *testing.T) {
 	}
 	stop(t, w, l)
 }
+
+// Who cannot reach a runtime is told what to mount where.
+func TestUnreachableHints(t *testing.T) {
+	for name, c := range map[string]struct {
+		e    Unreachable
+		want []string
+	}{
+		"holder on the host":    {Unreachable{Holder: &Holder{PID: 7, Place: Place{PIDNamespace: "1"}}}, []string{"start this container", "-v /theirs:/theirs"}},
+		"holder in a container": {Unreachable{Holder: &Holder{PID: 1, Place: Place{PIDNamespace: "1", Container: "podman container web"}}}, []string{"start podman container web", "-v /ours:/theirs"}},
+		"holder not known":      {Unreachable{}, []string{"-v /theirs:/theirs"}},
+		"holder here":           {Unreachable{Holder: &Holder{PID: 7, Place: Here()}}, []string{"-v /theirs:/theirs", "kill 7"}},
+		"a mount":               {Unreachable{Mount: "it is a mount of a file"}, []string{"the directory mounted, not a socket in it", "-v /theirs:/theirs"}},
+		"hangs":                 {Unreachable{Silent: &Silent{Control: "/c", PID: 7}}, []string{"stop --force"}},
+	} {
+		c.e.Ours, c.e.Share = "/ours", "/theirs"
+		e := rpc.AsError(&c.e)
+		for _, want := range c.want {
+			if !strings.Contains(e.Hint, want) {
+				t.Errorf("%s: hint %q lacks %q", name, e.Hint, want)
+			}
+		}
+		if c.e.Mount != "" && !strings.Contains(e.Message, c.e.Mount) {
+			t.Errorf("%s: %q", name, e.Message)
+		}
+	}
+}
