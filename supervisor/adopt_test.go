@@ -411,6 +411,33 @@ func TestSecondSupervisorIsRefused(t *testing.T) {
 	}
 }
 
+// A container that is started again gets the numbers of the one before: those of its
+// processes and that of its pid namespace. Only when its first process began differs.
+func TestStateOfAnotherContainer(t *testing.T) {
+	o := startOuter(t, 2, true)
+	b, err := os.ReadFile(o.opt.StatePath)
+	o.must(err)
+	first, err := process.StartTime(1)
+	o.must(err)
+	for _, there := range []uint64{first, first + 1} {
+		e, opt := options(t, 2)
+		text := strings.Replace(string(b), fmt.Sprintf(`"init":%d`, first), fmt.Sprintf(`"init":%d`, there), 1)
+		if !strings.Contains(text, fmt.Sprintf(`"init":%d`, there)) {
+			t.Fatalf("the state file does not say when the first process began: %.300s", text)
+		}
+		e.must(os.WriteFile(opt.StatePath, []byte(text), 0o600))
+		if there != first {
+			e.run(opt)
+			continue
+		}
+		s, err := supervisor.New(opt)
+		e.must(err)
+		if err := s.Run(e.ctx); rpc.CodeOf(err) != rpc.CodeConflict {
+			t.Errorf("beside the supervisor that wrote the state: %v", err)
+		}
+	}
+}
+
 // A group in our tree with processes that no unit knows is not touched.
 func TestStrangersAreLeftAlone(t *testing.T) {
 	o := startOuter(t, 2, true)
