@@ -96,6 +96,14 @@ func whole(t *testing.T, o *output, stream string) (got []byte) {
 	return got
 }
 
+// difference is where two texts begin to differ.
+func difference(a, b []byte) (at int) {
+	for at < min(len(a), len(b)) && a[at] == b[at] {
+		at++
+	}
+	return at
+}
+
 // The same for a terminal, whose bytes cannot be moved by one system call.
 func TestKilledPumpsOfTerminals(t *testing.T) {
 	base := filepath.Join(t.TempDir(), "job")
@@ -128,7 +136,7 @@ func TestKilledPumpsOfTerminals(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got := whole(t, o, stdout); !bytes.Equal(got, want.Bytes()) {
-		t.Errorf("%d bytes, want %d (after %d kills)", len(got), want.Len(), kills.Load())
+		t.Errorf("%d bytes, want %d; they differ at %d (after %d kills)", len(got), want.Len(), difference(got, want.Bytes()), kills.Load())
 	}
 	t.Logf("%d bytes, %d kills", o.size, kills.Load())
 }
@@ -137,7 +145,7 @@ func TestKilledPumpsOfTerminals(t *testing.T) {
 func TestFillingIsNoOutput(t *testing.T) {
 	base := filepath.Join(t.TempDir(), "job")
 	for text, want := range map[string]int64{
-		"abc" + strings.Repeat("\xff", ahead): 3, "abc": 3, "": 0, strings.Repeat("\xff", 100): 0, "a\xffb\xff": 3,
+		"abc" + strings.Repeat("\xff", ahead): 3, "abc": 3, "": 0, strings.Repeat("\xff", 100): 0, "a\xffb\xff": 3, "a\xfe\xff": 2, "\xc3\xff": 1,
 		strings.Repeat("x", 2*ahead) + "\xff": 2 * ahead,
 	} {
 		if err := os.WriteFile(base+".out", []byte(text), 0o600); err != nil {
@@ -187,10 +195,7 @@ func TestKilledPumpsLoseAndDoubleNothing(t *testing.T) {
 	for i, stream := range []string{stdout, stderr} {
 		got := whole(t, o, stream)
 		if !bytes.Equal(got, want[i].Bytes()) {
-			at := 0
-			for at < min(len(got), want[i].Len()) && got[at] == want[i].Bytes()[at] {
-				at++
-			}
+			at := difference(got, want[i].Bytes())
 			t.Errorf("%s: %d bytes, want %d; they differ at %d (after %d kills)", stream, len(got), want[i].Len(), at, kills.Load())
 		}
 	}

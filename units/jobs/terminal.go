@@ -23,8 +23,9 @@ var filling = bytes.Repeat([]byte{filler}, ahead)
 
 // mapping is a piece of the output file in memory.
 type mapping struct {
-	data []byte
-	at   int64 // offset in the file
+	data  []byte
+	at    int64 // offset in the file
+	ready int   // bytes of data whose pages are there
 }
 
 // has reports whether a range of the file is in it.
@@ -57,7 +58,15 @@ func (o *output) readTerminal(fd, most int) (n int, end, usable bool, err error)
 		if err != nil {
 			return 0, false, false, nil
 		}
-		o.window = mapping{data, at}
+		o.window = mapping{data: data, at: at}
+	}
+	if end := int(to - o.window.at); end > o.window.ready {
+		// A kill in the middle of a page fault would cut the copy short. Before Linux 5.14
+		// there is no such call, and that must be lived with.
+		page := os.Getpagesize()
+		from, end := o.window.ready&^(page-1), (end+page-1)&^(page-1)
+		_ = unix.Madvise(o.window.data[from:end], unix.MADV_POPULATE_WRITE)
+		o.window.ready = end
 	}
 	n, end = read(fd, o.window.data[o.size-o.window.at:to-o.window.at])
 	return n, end, true, nil
@@ -75,6 +84,8 @@ func (o *output) trim() error {
 		return err
 	}
 	o.filled = o.size
-	o.size -= int64(len(tail) - len(bytes.TrimRight(tail, "\xff")))
+	for i := len(tail); i > 0 && tail[i-1] == filler; i-- {
+		o.size--
+	}
 	return nil
 }
