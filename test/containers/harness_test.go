@@ -90,7 +90,7 @@ func stageCommand(stage string) *exec.Cmd {
 
 // needed are the programs of the tests, with the package that has each.
 var needed = map[string]string{
-	"podman": "podman", "crun": "crun", "runc": "runc", "conmon": "conmon", "newuidmap": "uidmap", "bwrap": "bubblewrap", "podman-compose": "podman-compose",
+	"podman": "podman", "crun": "crun", "runc": "runc", "conmon": "conmon", "newuidmap": "uidmap", "bwrap": "bubblewrap", "catatonit": "catatonit", "podman-compose": "podman-compose",
 }
 
 // podman is what the person's shell finds under that name: there are no networks here.
@@ -299,7 +299,7 @@ var people = sync.OnceValues(func() (map[string]*person, error) {
 		}
 		p := &person{name: name, uid: id, home: filepath.Join(top, name), run: fmt.Sprintf("/run/user/%d", id)}
 		conf := "[containers]\nnetns = \"none\"\npids_limit = 0\nlog_driver = \"k8s-file\"\n[engine]\ncgroup_manager = \"cgroupfs\"\nruntime = \"" + runtime +
-			"\"\nevents_logger = \"none\"\n[network]\nnetwork_backend = \"netavark\"\n"
+			"\"\nevents_logger = \"file\"\n[network]\nnetwork_backend = \"netavark\"\n"
 		storage := fmt.Sprintf("[storage]\ndriver = \"overlay\"\ngraphroot = \"%s/storage\"\nrunroot = \"%s/storage\"\n", p.home, p.run)
 		var gerr error
 		p.cgroup, gerr = unix.Open(group, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
