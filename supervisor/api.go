@@ -437,6 +437,9 @@ func checkTransient(p control.TransientParams, files []*os.File) error {
 			return rpc.Errorf(rpc.CodeInvalidRequest, "no descriptor %q came with the request, to be kept", n)
 		}
 	}
+	if len(p.Keep) > 0 && p.Wait && p.WaitMS == 0 {
+		return rpc.Errorf(rpc.CodeInvalidRequest, "keep and wait need wait_ms: what is kept is safe only once it is known that the unit runs")
+	}
 	if p.WaitMS < 0 || p.WaitMS > 0 && !p.Wait {
 		return rpc.Errorf(rpc.CodeInvalidRequest, "wait_ms is how long wait waits at most, in milliseconds")
 	}
@@ -472,7 +475,7 @@ func (s *Supervisor) defineTransient(p control.TransientParams, files []*os.File
 		u.dropFDs()
 	}
 	sv := def.Service
-	u.brief = p.WaitMS > 0
+	u.brief = p.Wait
 	for i, name := range p.FDNames {
 		if slices.Contains(p.Keep, name) {
 			u.keep(name, files[i])

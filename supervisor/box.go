@@ -53,15 +53,51 @@ func (s *Supervisor) newBox(u *unit) (box, error) {
 		return s.newShimBox(u)
 	}
 	sv := u.def.Service
-	g, err := s.tree.New(name, cgroup.Limits{
+	limits := cgroup.Limits{
 		MemoryMax: sv.MemoryMax, MemoryHigh: sv.MemoryHigh, MemorySwapMax: sv.MemorySwapMax,
 		CPUQuota: sv.CPUQuota, CPUWeight: sv.CPUWeight, TasksMax: sv.TasksMax,
 		OOMGroup: sv.OOMPolicy == "kill",
-	})
+	}
+	if spare := s.spare; spare != nil && spare.invocation == u.Invocation {
+		s.spare = nil
+		b := &cgroupBox{s: s, g: spare.g}
+		if err := s.tree.Limit(b.g, limits); err != nil {
+			_ = b.remove()
+			return nil, err
+		}
+		return b, nil
+	}
+	g, err := s.tree.New(name, limits)
 	if err != nil {
 		return nil, err
 	}
 	return &cgroupBox{s: s, g: g}, nil
+}
+
+// spareGroup is a group made in advance, for a run whose invocation was chosen with it.
+type spareGroup struct {
+	invocation string
+	g          *cgroup.Group
+}
+
+// prepare makes a group for the next brief run, which has one thing less to wait for.
+// Its name begins with no unit's.
+func (s *Supervisor) prepare() {
+	if s.spare != nil || s.shutting || s.tier == 3 {
+		return
+	}
+	id := newID()
+	if g, err := s.tree.New("run-"+id, cgroup.Limits{}); err == nil {
+		s.spare = &spareGroup{id, g}
+	}
+}
+
+func (s *Supervisor) dropSpare() {
+	if s.spare != nil {
+		s.spare.g.Close()
+		_ = s.spare.g.Remove()
+		s.spare = nil
+	}
 }
 
 type cgroupBox struct {
@@ -78,6 +114,7 @@ type cgroupBox struct {
 func (b *cgroupBox) start(_ string, c *process.Command, done func(*process.Process, error)) {
 	c.CgroupFD = b.g.FD()
 	p, status, err := process.Start(c)
+	b.s.forked = true
 	if err != nil || status == nil {
 		done(p, err)
 		return

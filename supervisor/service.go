@@ -25,8 +25,12 @@ func newID() string {
 // startService begins a run.
 func (u *unit) startService(reason string) {
 	u.restart.stop()
+	invocation := newID()
+	if u.brief && u.s.spare != nil {
+		invocation = u.s.spare.invocation
+	}
 	u.record = record{
-		Name: u.name, State: u.State, Since: u.Since, Invocation: newID(), Result: resultSuccess,
+		Name: u.name, State: u.State, Since: u.Since, Invocation: invocation, Result: resultSuccess,
 		Lingering: u.Lingering, Restarts: u.Restarts, Backoff: u.Backoff, AutoStarts: u.AutoStarts,
 		WatchdogUS: u.def.Service.WatchdogSec.Microseconds(), Job: u.Job, JobPhase: u.JobPhase,
 	}
@@ -701,7 +705,12 @@ func (u *unit) finish() {
 		}
 		u.box, u.Box = nil, nil
 		if _, ok := b.(*cgroupBox); ok && !b.populated() {
-			u.s.cleanups = append(u.s.cleanups, func() { u.discard(b) })
+			u.s.cleanups = append(u.s.cleanups, func() {
+				u.discard(b)
+				if u.brief {
+					u.s.prepare()
+				}
+			})
 		} else {
 			u.discard(b)
 		}

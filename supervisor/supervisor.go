@@ -136,6 +136,8 @@ type Supervisor struct {
 	readyWait map[string]bool
 	takesOver bool // units of an earlier supervisor
 	ending    int  // shims that were killed and have not gone yet
+	forked    bool // since the last flush
+	spare     *spareGroup
 	shutting  bool
 	hurried   time.Duration // no state of a stop may last longer now; 0: as long as the units say
 	hurry     []*timer      // of StopWithin
@@ -263,6 +265,12 @@ func (s *Supervisor) loop(chld <-chan os.Signal) {
 		}
 		for _, f := range s.queue.take() {
 			s.turn(f)
+		}
+		if s.forked {
+			// On a busy machine a short command is over when the fork returns: its end is
+			// then one thing with its start.
+			s.forked = false
+			s.turn(s.reap)
 		}
 		s.flush()
 		s.maybeReexec()
@@ -642,6 +650,7 @@ func (s *Supervisor) Leave() {
 
 // leave is the end of Run after Leave.
 func (s *Supervisor) leave() error {
+	s.dropSpare()
 	s.closeNotify()
 	for _, f := range s.queue.take() { // messages that were read must not be lost
 		s.turn(f)
@@ -702,6 +711,7 @@ func (s *Supervisor) cleanup() {
 	}
 	s.removeShimFiles(exitSuffix)
 	s.removeShimFiles(shimSuffix)
+	s.dropSpare()
 	if s.tree != nil {
 		if err := s.tree.Remove(); err != nil {
 			s.log.Warn("the supervisor's cgroup stays", "dir", s.tree.Dir, "err", err)

@@ -47,8 +47,8 @@ type unit struct {
 	early     []*notify.Message // came while their sender was being started
 	waiters   []*waiter
 
-	// brief: nobody was told that it runs, and it may be over before that. What is kept
-	// of it goes to the anchor, a process of its own, only when it is not.
+	// brief: whoever had it started waits for its end and was not told that it runs. What
+	// is kept of it goes to the anchor, a process of its own, only when somebody is.
 	brief bool
 }
 

@@ -3,9 +3,14 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"path/filepath"
+	"slices"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
 
 	"mypr/internal/config"
 	"mypr/internal/workspace"
@@ -48,13 +53,7 @@ func backgroundJobs(w *workspace.Workspace, loader *units.Loader, cfg *config.Co
 				return full, nil
 			},
 			History: host, Admit: host.Admit,
-			Unit: func() (*spec.Unit, error) {
-				u, warnings, err := loader.Load(units.JobDefaults)
-				for _, text := range warnings {
-					log.Warn("unit file", "warning", text)
-				}
-				return u, err
-			},
+			Unit: jobDefaults(loader, log),
 			Packages: func(ctx context.Context) (jobs.Packages, error) {
 				cfg, _, err := config.Load(w.Root)
 				if err != nil {
@@ -68,6 +67,31 @@ func backgroundJobs(w *workspace.Workspace, loader *units.Loader, cfg *config.Co
 			OutputBytes: cfg.Limits.OutputBytes, Completed: cfg.Limits.CompletedRecords, Logger: log,
 		})
 		return background{s, s.Methods()}
+	}
+}
+
+// jobDefaults reads job.service for each job: what is on disk then counts. Where neither
+// the user nor the workspace has a directory of units, there is nothing to read again.
+func jobDefaults(loader *units.Loader, log *slog.Logger) func() (*spec.Unit, error) {
+	var builtin atomic.Pointer[spec.Unit]
+	overridden := func() bool {
+		return slices.ContainsFunc(loader.Dirs, func(dir string) bool {
+			return !errors.Is(unix.Access(dir, unix.F_OK), unix.ENOENT)
+		})
+	}
+	return func() (*spec.Unit, error) {
+		over := overridden()
+		if u := builtin.Load(); u != nil && !over {
+			return u, nil
+		}
+		u, warnings, err := loader.Load(units.JobDefaults)
+		for _, text := range warnings {
+			log.Warn("unit file", "warning", text)
+		}
+		if err == nil && !over && !overridden() { // not while it was read either
+			builtin.Store(u)
+		}
+		return u, err
 	}
 }
 

@@ -40,7 +40,7 @@ type Group struct {
 
 // New makes a fresh group. An existing one is an error: a group is never used twice.
 func (t *Tree) New(name string, l Limits) (*Group, error) {
-	g := &Group{Name: name, dir: filepath.Join(t.Dir, name), fd: -1, events: -1, oom: -1, tasks: l.TasksMax, memory: slices.Contains(t.Controllers, "memory")}
+	g := &Group{Name: name, dir: filepath.Join(t.Dir, name), fd: -1, events: -1, oom: -1, memory: slices.Contains(t.Controllers, "memory")}
 	if err := os.Mkdir(g.dir, 0o755); err != nil {
 		return nil, fmt.Errorf("cannot make a group: %w", err)
 	}
@@ -50,7 +50,7 @@ func (t *Tree) New(name string, l Limits) (*Group, error) {
 		return nil, fmt.Errorf("%s: %w", g.dir, err)
 	}
 	g.fd = fd
-	if err := g.limit(t, l); err != nil {
+	if err := t.Limit(g, l); err != nil {
 		g.Close()
 		_ = os.Remove(g.dir)
 		return nil, err
@@ -69,7 +69,9 @@ func (t *Tree) OpenGroup(name string) (*Group, error) {
 	return g, nil
 }
 
-func (g *Group) limit(t *Tree, l Limits) error {
+// Limit sets limits, once, before anything runs in the group.
+func (t *Tree) Limit(g *Group, l Limits) error {
+	g.tasks = l.TasksMax
 	set := func(controller, file string, value uint64) error {
 		if value == 0 || !slices.Contains(t.Controllers, controller) {
 			return nil

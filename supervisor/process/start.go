@@ -4,8 +4,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -96,6 +98,7 @@ func Start(c *Command) (p *Process, status *os.File, err error) {
 			defer restore()
 		}
 	}
+	before := bootTicks()
 	pid, err := syscall.ForkExec(path, args, attr)
 	if err != nil {
 		if status != nil {
@@ -110,8 +113,37 @@ func Start(c *Command) (p *Process, status *os.File, err error) {
 			return nil, nil, fmt.Errorf("pidfd: %w", err)
 		}
 	}
-	start, _ := StartTime(pid)
-	return &Process{PID: pid, StartTime: start, fd: pidfd}, status, nil
+	return &Process{PID: pid, StartTime: startTime(pid, before, bootTicks()), fd: pidfd}, status, nil
+}
+
+// startTime is StartTime of a process that began between two times. If they are the
+// same there is nothing to read, which a few of them confirm at first.
+func startTime(pid int, before, after uint64) uint64 {
+	if before == after && ticks.Load() >= confirmed {
+		return after
+	}
+	start, err := StartTime(pid)
+	if err == nil && before == after {
+		if start == after {
+			ticks.Add(1)
+		} else {
+			ticks.Store(math.MinInt32) // another clock or unit here
+		}
+	}
+	return start
+}
+
+const confirmed = 3
+
+var ticks atomic.Int32
+
+// bootTicks is the time since boot in the unit of StartTime.
+func bootTicks() uint64 {
+	var ts unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts) != nil {
+		return 0
+	}
+	return uint64(ts.Nano()) / 1e7 // USER_HZ is 100 on every Linux that Go runs on
 }
 
 // devNull stays open for good: almost every start needs it.
