@@ -124,8 +124,13 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 		ctx, cancel := context.WithTimeout(ctx, lockPatience)
 		defer cancel()
 		lock, err := w.SupervisorLock(ctx)
-		if err == nil {
+		var held *workspace.Held
+		switch {
+		case err == nil:
 			keep[supervisorLock] = lock.File()
+		case errors.As(err, &held):
+			return rpc.Errorf(rpc.CodeConflict, "%s has a session already; its supervisor is %v", w.Dir, held.Holder).
+				WithHint("use that one; or end it where it runs (mypr-mcp stop) and start this one again")
 		}
 		return err
 	}
