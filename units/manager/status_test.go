@@ -1,12 +1,14 @@
 package manager
 
 import (
+	"encoding/json"
 	"math"
 	"strings"
 	"testing"
 	"time"
 
 	"mypr/internal/api"
+	"mypr/internal/rpc"
 	"mypr/units/manager/store"
 )
 
@@ -155,5 +157,29 @@ func TestCacheIsBoundedInBytes(t *testing.T) {
 	}
 	if r := p.poll(api.PollParams{ExecID: last.ExecID}); r.State != api.Succeeded || text(r) != "x\n" {
 		t.Errorf("%+v", r)
+	}
+}
+
+// A page has 32 KiB when nothing is said of it, and 1 KiB at least.
+func TestDefaultPage(t *testing.T) {
+	w := newWorld(t)
+	p := w.client()
+	r := p.run("big:200000")
+	for name, page := range map[string]api.ExecResult{"execute": r, "poll": p.poll(api.PollParams{ExecID: r.ExecID})} {
+		n := 0
+		for _, e := range page.Output {
+			raw, err := json.Marshal(e)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += len(raw)
+		}
+		if n > 32768 || n < 30000 || !page.HasMore {
+			t.Errorf("%s: events of %d bytes", name, n)
+		}
+	}
+	for _, n := range []int64{1023, api.MaxBytes + 1} {
+		_, err := call[api.ExecResult](p, api.MethodPoll, api.PollParams{ExecID: r.ExecID, MaxBytes: &n})
+		wantCode(t, err, rpc.CodeInvalidRequest, "between 1024")
 	}
 }
