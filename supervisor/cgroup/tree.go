@@ -118,15 +118,23 @@ func (t *Tree) testClone() error {
 }
 
 func (t *Tree) enable(parent string, own bool) {
-	have := words(filepath.Join(t.Dir, "cgroup.controllers"))
-	if !slices.Contains(have, "memory") && own && delegated(parent) {
-		// The parent has them but does not hand them on. It may not have processes
-		// of its own then, so we leave it.
-		if up := words(filepath.Join(parent, "cgroup.controllers")); slices.Contains(up, "memory") && alone(parent) {
-			if err := t.moveSelf(); err == nil {
-				enableIn(parent, up)
-				have = words(filepath.Join(t.Dir, "cgroup.controllers"))
+	have, why := words(filepath.Join(t.Dir, "cgroup.controllers")), ""
+	up := words(filepath.Join(parent, "cgroup.controllers"))
+	// The parent may have them and not hand them on. It may not have processes of its own
+	// then, so we leave it.
+	if !slices.Contains(have, "memory") && own && slices.Contains(up, "memory") {
+		switch {
+		case !delegated(parent):
+			why = ": " + parent + " has them and hands none on, and is not this supervisor's alone to change"
+		case !alone(parent):
+			why = ": " + parent + " has them and can hand none on while other processes are in it"
+		default:
+			if err := t.moveSelf(); err != nil {
+				why = ": " + err.Error()
+				break
 			}
+			enableIn(parent, up)
+			have = words(filepath.Join(t.Dir, "cgroup.controllers"))
 		}
 	}
 	enableIn(t.Dir, have)
@@ -138,7 +146,7 @@ func (t *Tree) enable(parent string, own bool) {
 		}
 	}
 	if len(missing) > 0 {
-		t.Reason = "no " + strings.Join(missing, ", ") + " controller in " + t.Dir
+		t.Reason = "no " + strings.Join(missing, ", ") + " controller in " + t.Dir + why
 	}
 }
 
