@@ -128,12 +128,22 @@ func (b *cgroupBox) start(_ string, c *process.Command, done func(*process.Proce
 	w.f = func(uint32) {
 		w.remove()
 		st := b.s.starting[p.PID]
-		delete(b.s.starting, p.PID)
 		err := process.ReadStatus(status)
 		done(p, err)
-		if pr := b.s.procs[p.PID]; err == nil && st.exit != nil && pr != nil {
-			pr.u.ended(pr, *st.exit)
+		pr := b.s.procs[p.PID]
+		if err != nil || st.exit == nil || pr == nil {
+			delete(b.s.starting, p.PID)
+			return
 		}
+		// In a turn of its own: first it has started. Until then nothing is re-executed.
+		b.s.queue.post(func() {
+			if b.s.starting[p.PID] == st {
+				delete(b.s.starting, p.PID)
+			}
+			if b.s.procs[p.PID] == pr {
+				pr.u.ended(pr, *st.exit)
+			}
+		})
 	}
 }
 

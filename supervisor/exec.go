@@ -68,15 +68,21 @@ func (u *unit) environment(main bool, cred *credential) ([]string, error) {
 	}
 	for _, path := range sv.EnvironmentFile {
 		path, optional := strings.CutPrefix(path, "-")
-		b, err := os.ReadFile(path)
-		if err != nil {
-			if optional && errors.Is(err, fs.ErrNotExist) {
-				continue
-			}
-			return nil, fmt.Errorf("EnvironmentFile=: %w", err)
+		paths := []string{path}
+		if found, _ := filepath.Glob(path); len(found) > 0 {
+			paths = found
 		}
-		for _, kv := range parseEnvironmentFile(string(b)) {
-			set(kv)
+		for _, path := range paths {
+			b, err := os.ReadFile(path)
+			if err != nil {
+				if optional && errors.Is(err, fs.ErrNotExist) {
+					continue
+				}
+				return nil, fmt.Errorf("EnvironmentFile=: %w", err)
+			}
+			for _, kv := range parseEnvironmentFile(string(b)) {
+				set(kv)
+			}
 		}
 	}
 	for _, k := range sv.UnsetEnvironment {
@@ -152,13 +158,15 @@ func parseEnvironmentFile(text string) []string {
 		}
 		var v strings.Builder
 		var quote byte
-		keep := 0 // length of v up to which trailing blanks are part of the value
+		begins := true // a quote is one only at the beginning, or where a quoted part has ended
+		keep := 0      // length of v up to which trailing blanks are part of the value
 	value:
 		for ; i < len(text); i++ {
 			c := text[i]
 			switch {
 			case c == '\\' && quote != '\'' && i+1 < len(text):
 				i++
+				begins = begins && quote != 0
 				if text[i] == '\n' {
 					continue
 				}
@@ -168,20 +176,22 @@ func parseEnvironmentFile(text string) []string {
 				v.WriteByte(text[i])
 				keep = v.Len()
 			case quote != 0 && c == quote:
-				quote = 0
+				quote, begins = 0, true
 				keep = v.Len()
-			case quote == 0 && (c == '"' || c == '\''):
+			case quote == 0 && begins && (c == '"' || c == '\''):
 				quote = c
 			case quote == 0 && c == '\n':
 				break value
+			case quote == 0 && begins && (c == ' ' || c == '\t' || c == '\r'):
 			default:
+				begins = begins && quote != 0
 				v.WriteByte(c)
 				if quote != 0 || c != ' ' && c != '\t' && c != '\r' {
 					keep = v.Len()
 				}
 			}
 		}
-		if name != "" {
+		if isVariable(name) {
 			list = append(list, name+"="+v.String()[:keep])
 		}
 	}
@@ -206,8 +216,8 @@ func expand(args, env []string) []string {
 			out = append(out, a)
 			continue
 		}
-		if name := a[1:]; a[0] == '$' && isVariable(name) {
-			out = append(out, strings.Fields(lookup(name))...)
+		if a[0] == '$' && len(a) > 1 && a[1] != '{' && a[1] != '$' {
+			out = append(out, splitValue(lookup(a[1:]))...)
 			continue
 		}
 		var b strings.Builder
@@ -219,7 +229,7 @@ func expand(args, env []string) []string {
 					continue
 				}
 				if a[j+1] == '{' {
-					if end := strings.IndexByte(a[j:], '}'); end > 2 && isVariable(a[j+2:j+end]) {
+					if end := strings.IndexByte(a[j:], '}'); end >= 2 && (end == 2 || isVariable(a[j+2:j+end])) {
 						b.WriteString(lookup(a[j+2 : j+end]))
 						j += end
 						continue
@@ -231,6 +241,40 @@ func expand(args, env []string) []string {
 		out = append(out, b.String())
 	}
 	return out
+}
+
+// splitValue splits a variable's value at blanks. Quotes keep blanks together and a
+// backslash takes the next character as it is; neither stays.
+func splitValue(s string) (words []string) {
+	var b strings.Builder
+	var quote byte
+	inWord := false
+	for i := 0; i < len(s); i++ {
+		c := s[i]
+		switch {
+		case c == '\\' && i+1 < len(s):
+			i++
+			b.WriteByte(s[i])
+			inWord = true
+		case quote != 0 && c == quote:
+			quote = 0
+		case quote == 0 && (c == '"' || c == '\''):
+			quote, inWord = c, true
+		case quote == 0 && strings.IndexByte(" \t\n\r", c) >= 0:
+			if inWord {
+				words = append(words, b.String())
+			}
+			b.Reset()
+			inWord = false
+		default:
+			b.WriteByte(c)
+			inWord = true
+		}
+	}
+	if inWord {
+		words = append(words, b.String())
+	}
+	return words
 }
 
 func isVariable(s string) bool {
@@ -302,7 +346,7 @@ func (u *unit) command(c spec.Command, main bool) (*process.Command, []*os.File,
 	}
 	env, err := u.environment(main, cred)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, &setupError{noProcess, err}
 	}
 	p := &process.Command{Path: c.Path, Args: c.Args, Env: env, CgroupFD: -1, OOMScoreAdjust: sv.OOMScoreAdjust, Setup: setup(sv)}
 	if len(p.Args) == 0 {
@@ -346,6 +390,7 @@ type setupError struct {
 }
 
 const (
+	noProcess  = 0 // it fails before there would be a process
 	exitChdir  = 200
 	exitStdout = 209
 	exitUser   = 217
@@ -478,6 +523,9 @@ func (u *unit) stdio(main bool) (s [3]*os.File, opened []*os.File, err error) {
 		case spec.StdioNull:
 		case spec.StdioInherit, spec.StdioJournal:
 			s[i] = own[i]
+			if i == 2 && kind == spec.StdioInherit && out != "" && out != spec.StdioInherit && out != spec.StdioJournal {
+				s[2] = s[1] // of standard output
+			}
 		case spec.StdioPipe, spec.StdioPTY:
 			s[i] = u.ends[i]
 		case "fd":

@@ -266,7 +266,9 @@ func (u *unit) beginStart() {
 	if j.auto {
 		// Without a limit nobody looks at the older ones.
 		u.AutoStarts = append(u.AutoStarts[max(0, len(u.AutoStarts)-max(64, u.def.StartLimitBurst)):], time.Now())
-		u.Restarts++
+		if u.State == AutoRestart { // and not a connection
+			u.Restarts++
+		}
 	}
 	switch {
 	case u.isService():

@@ -71,7 +71,7 @@ func (a api) Reexec(ctx context.Context, p control.ReexecParams) error {
 // everything goes on as before.
 func (s *Supervisor) maybeReexec() {
 	r := s.reexec
-	if r == nil {
+	if r == nil || len(s.starting) > 0 { // an end that was taken and not yet told would be lost
 		return
 	}
 	for _, u := range s.units {

@@ -145,11 +145,17 @@ func (u *unit) spawned(pr *proc, p *process.Process, err error) {
 			u.Error = fmt.Sprintf("cannot execute %s: %v", cmds[u.Command].Path, err)
 		}
 		exit := process.Exit{Known: true, Code: process.ExitExec}
-		var setup *setupError
-		if errors.As(err, &setup) {
+		setup := &setupError{code: process.ExitExec}
+		_ = errors.As(err, &setup)
+		if setup.code == noProcess {
+			u.setResult(resultResources)
+		} else {
 			exit.Code = setup.code
 		}
 		u.ended(pr, exit)
+		if pr.main && setup.code == noProcess {
+			u.MainEnded, u.Exit = false, process.Exit{}
+		}
 		return
 	}
 	pr.p, pr.child = p, !pr.shim

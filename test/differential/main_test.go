@@ -22,11 +22,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/creack/pty"
 	"golang.org/x/sys/unix"
 
 	"mypr/supervisor"
@@ -49,8 +51,19 @@ const (
 	keepTarget = "differential-keep.target"
 )
 
+// stepPatience has to be longer than what a loaded machine needs, and is only ever waited
+// for when a scenario fails.
+var stepPatience = flag.Duration("patience", 60*time.Second, "how long one step may take")
+
 var unitsDir = flag.String("units", "testdata", "directory of scenarios, each a txtar file or a directory (docs/units.md)")
 var logsDir = flag.String("logs", "", "directory for the managers' logs when a test fails")
+
+func init() {
+	// An exec by another thread than the first makes the process look like a zombie for a moment.
+	if exe, err := os.Executable(); err == nil && exe == probePath {
+		runtime.LockOSThread()
+	}
+}
 
 func TestMain(m *testing.M) {
 	process.HelperMain()
@@ -153,11 +166,20 @@ func inside(m *testing.M) (code int, err error) {
 	if err := os.WriteFile(cgroupRoot+"/tests/cgroup.procs", []byte("1"), 0); err != nil {
 		return 1, err
 	}
-	// A user manager logs to /dev/console itself.
-	if err := os.WriteFile("/run/systemd.log", nil, 0o600); err != nil {
+	// A user manager logs to /dev/console itself, if that is a terminal.
+	master, slave, err := pty.Open()
+	if err != nil {
 		return 1, err
 	}
-	mount("/run/systemd.log", "/dev/console", "", "", unix.MS_BIND)
+	defer slave.Close()
+	log, err := os.Create("/run/systemd.log")
+	if err != nil {
+		return 1, err
+	}
+	go func() { // to the end of the process
+		_, _ = io.Copy(log, master)
+	}()
+	mount(slave.Name(), "/dev/console", "", "", unix.MS_BIND)
 	if err != nil {
 		return 1, err
 	}
@@ -251,7 +273,7 @@ func startSystemd() (func() error, error) {
 		return nil, err
 	}
 	defer log.Close()
-	manager := exec.Command(systemdPath, "--user", "--log-target=console", "--log-level=debug", "--unit="+keepTarget)
+	manager := exec.Command(systemdPath, "--user", "--log-target=console", "--log-level=info", "--unit="+keepTarget)
 	manager.Env, manager.Stdout, manager.Stderr = append(environ(systemdDir), "NOTIFY_SOCKET="+path), log, log
 	manager.ExtraFiles = []*os.File{log, log} // no unit may have them
 	if err := startManager(manager, "systemd"); err != nil {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -355,7 +356,10 @@ func (o *ourManager) reset(ctx context.Context, unit string) (string, error) {
 	return o.answer(o.c.ResetFailed(ctx, unit))
 }
 
-func (o *ourManager) daemonReload(ctx context.Context) error { return o.c.DaemonReload(ctx) }
+func (o *ourManager) daemonReload(ctx context.Context) error {
+	_, err := o.answer(o.c.DaemonReload(ctx)) // it complains of the files that are bad on purpose
+	return err
+}
 
 func (o *ourManager) show(ctx context.Context, unit string) (map[string]string, error) {
 	d, err := o.c.Show(ctx, unit)
@@ -423,6 +427,14 @@ func tree(m manager, unit string) (string, error) {
 		stat, err := os.ReadFile("/proc/" + d.Name() + "/stat")
 		after := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
 		cmdline, cerr := os.ReadFile("/proc/" + d.Name() + "/cmdline")
+		for end := time.Now().Add(5 * time.Second); len(cmdline) == 0 && cerr == nil && time.Now().Before(end); {
+			// In the middle of an exec there is none; of a zombie there never is.
+			if b, err := os.ReadFile("/proc/" + d.Name() + "/stat"); err != nil || strings.Contains(string(b), ") Z ") {
+				break
+			}
+			runtime.Gosched()
+			cmdline, cerr = os.ReadFile("/proc/" + d.Name() + "/cmdline")
+		}
 		if err != nil || cerr != nil || len(after) < 2 || after[0] == "Z" || after[0] == "X" {
 			continue // it has just ended
 		}

@@ -39,6 +39,7 @@ import (
 //	sub:ACTION       the action in a child process, to its end
 //	N?ACTION         only in run N; N+?ACTION from run N on
 //	record           write the record now
+//	args             end; what follows is only there to be recorded
 //	exit:N           end
 //	die:SIGNAL       end by it
 //	hold             be "sleep infinity"
@@ -186,6 +187,9 @@ func act(rec *record, path string, actions []string) error {
 		return rec.write(path, run)
 	}
 	for _, a := range actions {
+		if a == "args" {
+			break
+		}
 		if cond, rest, ok := strings.Cut(a, "?"); ok {
 			from, open := strings.CutSuffix(cond, "+")
 			if n, err := strconv.Atoi(from); err == nil {

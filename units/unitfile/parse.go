@@ -132,8 +132,8 @@ func (p *parser) check() error {
 	if s := p.service; s != nil {
 		oneshot := s.Type == spec.TypeOneshot
 		switch {
-		case len(s.ExecStart) == 0 && !p.opts.NoExecStart:
-			return p.fail("ExecStart", "it is missing: a service needs a program to start")
+		case len(s.ExecStart) == 0 && !p.opts.NoExecStart && !(oneshot && s.RemainAfterExit && len(s.ExecStop) > 0):
+			return p.fail("ExecStart", "it is missing: a service needs a program to start (or Type=oneshot, RemainAfterExit=yes and ExecStop=)")
 		case len(s.ExecStart) > 1 && !oneshot:
 			return p.fail("ExecStart", "there are %d commands, and only Type=oneshot takes more than one (an empty ExecStart= drops those of earlier files)", len(s.ExecStart))
 		case oneshot && (s.Restart == spec.RestartAlways || s.Restart == spec.RestartOnSuccess):
