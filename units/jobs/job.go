@@ -272,6 +272,13 @@ func closeFiles(files map[string]*os.File) {
 // hold (pipe-max-size) comes from somebody who left the cgroup and has no end.
 const lastDrain = 4 << 20
 
+// A pipe that was full is made larger: the command and the pump then wait for each other
+// less often.
+const (
+	pipeSize = 64 << 10 // the kernel's default
+	widePipe = 1 << 20
+)
+
 // pump moves one stream into the output until its end, or until the deadline that
 // stopPumps sets.
 func (j *job) pump(f *os.File, isErr, tty bool) {
@@ -280,11 +287,15 @@ func (j *job) pump(f *os.File, isErr, tty bool) {
 	if err != nil {
 		return
 	}
-	end := false
+	end, wide := false, tty
 	err = raw.Read(func(fd uintptr) bool {
 		for n := 0; j.s.ctx.Err() == nil; {
 			if n, end = j.out.take(int(fd), isErr, tty); n == 0 {
 				return end
+			}
+			if !wide && n >= pipeSize {
+				wide = true
+				_, _ = unix.FcntlInt(fd, unix.F_SETPIPE_SZ, widePipe) // refused, it goes on as it is
 			}
 			j.logOutput()
 		}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -289,6 +290,49 @@ func TestBytesAreKeptAndReplaced(t *testing.T) {
 	rd := must[readResult](w, "shell.read", `{"id":"`+r.ID+`","raw":true}`)
 	if b, _ := base64.StdEncoding.DecodeString(rd.Data); string(b) != string(raw) {
 		t.Fatalf("%q", b)
+	}
+}
+
+// A long page may be read from the file itself.
+func TestDirectPages(t *testing.T) {
+	w := newWorld(t)
+	st := must[Status](w, "shell.start", params(`seq 100000; seq 100000 200000 >&2; seq 3`, ""))
+	must[Status](w, "shell.wait", `{"id":"`+st.ID+`"}`)
+	for _, stream := range []string{"", stdout, stderr} {
+		var want, got strings.Builder
+		files := 0
+		for cursor := "null"; ; {
+			ask := func(direct bool) readResult {
+				return must[readResult](w, "shell.read", fmt.Sprintf(`{"id":%q,"stream":%q,"max_bytes":300001,"raw":true,"direct":%v,"cursor":%s}`, st.ID, stream, direct, cursor))
+			}
+			plain, direct := ask(false), ask(true)
+			want.WriteString(plain.Output)
+			got.WriteString(direct.Output)
+			if direct.File != "" {
+				files++
+				f, err := os.Open(direct.File)
+				if err != nil {
+					t.Fatal(err)
+				}
+				for _, p := range direct.Pieces {
+					b := make([]byte, p[1])
+					if _, err := f.ReadAt(b, p[0]); err != nil {
+						t.Fatal(err)
+					}
+					got.Write(b)
+				}
+				f.Close()
+			}
+			if plain.Cursor != direct.Cursor || plain.HasMore != direct.HasMore {
+				t.Fatalf("%+v, %+v", plain, direct)
+			}
+			if cursor = strconv.Quote(plain.Cursor); !plain.HasMore {
+				break
+			}
+		}
+		if want.String() != got.String() || want.Len() < 500_000 || files == 0 {
+			t.Errorf("stream %q: %d bytes, %d of them directly, in %d files", stream, want.Len(), got.Len(), files)
+		}
 	}
 }
 

@@ -28,11 +28,16 @@ type (
 		MaxBytes int     `json:"max_bytes"`
 		WaitMS   int64   `json:"wait_ms"`
 		Raw      bool    `json:"raw"` // also the bytes, base64, where the text is not exactly them
+		// Direct: who asks can read the file of the output itself, which is faster for a
+		// long page whose text is exactly the bytes.
+		Direct bool `json:"direct"`
 	}
 	readResult struct {
 		ID        string        `json:"id"`
 		Output    string        `json:"output"`
 		Data      string        `json:"data,omitempty"`
+		File      string        `json:"file,omitempty"`   // in place of Output
+		Pieces    [][2]int64    `json:"pieces,omitempty"` // of it: offset and length
 		Cursor    string        `json:"cursor"`
 		HasMore   bool          `json:"has_more"`
 		State     string        `json:"state"`
@@ -175,7 +180,11 @@ func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startPara
 	s.jobs[j.id] = j
 	s.wg.Add(1) // for run
 	s.mu.Unlock()
-	go j.run(u, p, patience)
+	if patience > 0 { // who waits anyway does it all
+		j.run(u, p, patience)
+	} else {
+		go j.run(u, p, 0)
+	}
 	return j, j.startError(ctx)
 }
 
@@ -228,7 +237,7 @@ func (j *job) startError(ctx context.Context) error {
 // that it does: most are over by then, and cost one message each way.
 const briefly = 20 * time.Millisecond
 
-// run is the life of a job. Nobody's patience ends it.
+// run begins the life of a job, which nobody's patience ends.
 func (j *job) run(u *spec.Unit, p *startParams, patience time.Duration) {
 	fail := func(err error) {
 		close(j.started)
@@ -265,7 +274,7 @@ func (j *job) run(u *spec.Unit, p *startParams, patience time.Duration) {
 	if p.PTY && p.Input != nil {
 		j.s.goIfOpen(func() { j.feed(*p.Input) })
 	}
-	j.watch()
+	go j.watch()
 }
 
 // run of shell.run: start, wait, and the output in one answer.
@@ -363,6 +372,13 @@ func pageSize(n int) (int, error) {
 	return n, nil
 }
 
+// directFrom is from how many bytes on a page is worth opening a file for, directPieces
+// of how many it may be made.
+const (
+	directFrom   = 64 << 10
+	directPieces = 256
+)
+
 func (s *Service) read(ctx context.Context, _ Caller, p readParams) (*readResult, error) {
 	if err := errors.Join(checkStream(p.Stream), checkWait(p.WaitMS)); err != nil {
 		return nil, err
@@ -396,8 +412,14 @@ func (s *Service) read(ctx context.Context, _ Caller, p readParams) (*readResult
 			c.Offset = pg.next
 			r := &readResult{ID: j.id, Output: pg.text, Cursor: c.String(), HasMore: pg.more, State: st.State,
 				Truncated: st.Truncated, Warnings: st.Warnings, Error: st.Error}
-			if p.Raw && !utf8.Valid(pg.data) {
+			switch exact := utf8.Valid(pg.data); {
+			case p.Raw && !exact:
 				r.Data = encodeBytes(pg.data)
+			case p.Direct && exact && len(pg.data) >= directFrom && len(pg.pieces) <= directPieces:
+				r.Output, r.File = "", s.path(j.id, ".out")
+				for _, c := range pg.pieces {
+					r.Pieces = append(r.Pieces, [2]int64{c.at, c.n})
+				}
 			}
 			return r, nil
 		}

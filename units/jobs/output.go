@@ -332,7 +332,9 @@ type page struct {
 	data []byte
 	text string
 	next int64 // where the following page begins
-	more bool  // there is more at once
+
+	pieces []piece // of the file that data is made of
+	more   bool    // there is more at once
 }
 
 // page reads up to limit bytes of a stream from an offset of the output file. Unless
@@ -376,6 +378,14 @@ func (o *output) page(from int64, stream string, limit int, ended bool) (page, e
 	} else if more {
 		last := pieces[len(pieces)-1]
 		p.next = last.at + last.n
+	}
+	p.pieces = pieces
+	for left, i := int64(len(p.data)), 0; i < len(pieces); i++ {
+		if pieces[i].n = min(pieces[i].n, left); left == 0 {
+			p.pieces = pieces[:i]
+			break
+		}
+		left -= pieces[i].n
 	}
 	return p, nil
 }

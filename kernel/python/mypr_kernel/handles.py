@@ -114,6 +114,10 @@ class Handle:
         """The cursor a number of characters further, all of them in the chunks."""
         raise NotImplementedError
 
+    def _heard(self) -> dict[str, Any]:
+        """The status right after _chunk, which may have told it."""
+        return self.status()
+
     def _state(self) -> str:
         state: str = self.status()["status"]
         return state
@@ -144,7 +148,7 @@ class Handle:
         limit = whole("max_bytes", max_bytes, 1, MAX_BYTES)
         wait = whole("wait_ms", wait_ms, 0, MAX_WAIT_MS) / 1000
         chunk = await self._chunk(cursor, stream_name(stream), max(limit, 4), wait)
-        status = self.status()
+        status = self._heard()
         page = {
             "id": self.id,
             "output": chunk.text,

@@ -165,8 +165,14 @@ class Job(Handle):
             "max_bytes": limit,
             "wait_ms": int(wait * 1000),
             "raw": True,
+            "direct": True,
         }
         page = await self._calls.request("shell.read", params, True)
+        raw = _direct(page)
+        if raw is None:  # somebody has moved the file
+            params["direct"] = False
+            page = await self._calls.request("shell.read", params, True)
+            raw = b""
         status = {**self._status, "state": page["state"], "truncated": page["truncated"]}
         for key in ("warnings", "error"):
             if page.get(key):
@@ -176,9 +182,14 @@ class Job(Handle):
         ended = page["state"] in TERMINAL
         if ended and not self.done:
             self._know(await self._calls.request("shell.status", {"id": self.id}, True))
+        if raw:
+            return Chunk(raw.decode(), raw, page["cursor"], page["has_more"], ended)
         data = page.get("data")
         raw = a2b_base64(data) if data else page["output"].encode()
         return Chunk(page["output"], raw, page["cursor"], page["has_more"], ended)
+
+    def _heard(self) -> dict[str, Any]:
+        return self._known()  # the page has said it
 
     async def _skip(self, cursor: str | None, stream: str, chunks: list[Chunk], chars: int) -> str:
         text = "".join(c.text for c in chunks)
@@ -187,6 +198,24 @@ class Job(Handle):
         answer = await self._calls.request("shell.skip", params, True)
         moved: str = answer["cursor"]
         return moved
+
+
+def _direct(page: dict[str, Any]) -> bytes | None:
+    """The bytes of a page that are in a file, b"" for one that has its output with it, None
+    when they cannot be read."""
+    path = page.get("file")
+    if path is None:
+        return b""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            parts = [os.pread(fd, size, at) for at, size in page["pieces"]]
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    raw = b"".join(parts)
+    return raw if len(raw) == sum(size for _, size in page["pieces"]) else None
 
 
 def _bytes_of(text: str, data: bytes, chars: int) -> int:
