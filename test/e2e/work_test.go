@@ -48,9 +48,16 @@ await ws.local["term"].write("\x03")  # Ctrl-C
 ws.local["term"].status()["status"], ws.local["term"].status()["rows"], ws.local["term"].output() != ""`, `('running', 40, True)`},
 		// bash, told to stop, may lose the next character it reads, or keep what was typed
 		// before (readline acts on a signal only when its read returns): that is the newline's.
-		{`await ws.local["term"].write("\n")
-await ws.local["term"].write("stty size\n")
-found = await ws.local["term"].expect("40 120\r\n")
+		// And before each prompt readline sets the size that it has just asked for, over a
+		// new one: so the size is looked at when it is set at a prompt.
+		{`term = ws.local["term"]
+await term.write("\n")
+await term.write("echo at-$((6*7))\n")
+at = (await term.expect("at-42"))["cursor"]
+at = (await term.expect("bash-", at))["cursor"]
+await term.resize(41, 121)
+await term.write("stty size\n")
+found = await term.expect("41 121\r\n", at)
 found["matched"], "stty size" in ws.local["term"].output()`, `(True, True)`},
 		{`await ws.local["term"].cancel(), ws.local["term"].status()["status"]`, `(True, 'cancelled')`},
 
@@ -179,10 +186,13 @@ await term.write("X=41\n"); at = (await term.expect("> ", at))["cursor"]`)
 	}
 	// Said by the process itself: it has the terminal then, and Ctrl-C is its.
 	b.must(`await term.write("sh -c 'echo a-$((1+1)); exec sleep 1000'\n")`)
-	if got := a.must(`c = await term.expect("\na-2"); await term.write("\x03"); c = await term.expect("^C", c["cursor"]); await term.expect("> ", c["cursor"]); await term.write("echo after=$?\n"); (await term.expect(r"after=(\d+)\r", regex=True))["groups"]`); got != "['130']" {
+	if got := a.must(`c = await term.expect("\na-2"); await term.write("\x03"); c = await term.expect("^C", c["cursor"]); c = await term.expect("> ", c["cursor"])
+await term.write("echo after=$?\n"); m = await term.expect(r"after=(\d+)\r", c["cursor"], regex=True); at = (await term.expect("> ", m["cursor"]))["cursor"]; m["groups"]`); got != "['130']" {
 		t.Error(got)
 	}
-	if got := b.must(`await term.resize(33, 77); await term.write("stty size\n"); (await term.expect("33 77"))["matched"]`); got != "True" {
+	// At its prompt: before that readline asks for the size and sets what it was told, over
+	// whatever it has become meanwhile.
+	if got := b.must(`await term.resize(33, 77); await term.write("stty size\n"); (await term.expect("33 77", at))["matched"]`); got != "True" {
 		t.Error(got)
 	}
 	if got := a.must(`await term.write("exit 5\n"); s = await term.expect("no such text"); s["reason"], term.status()["returncode"]`); got != "('eof', 5)" {
