@@ -4,7 +4,7 @@
 // base images are made of this machine's own Python. TestMain runs the tests in a
 // corner of this machine that ends with them:
 //
-//	root          makes a cgroup and starts itself in it, in new namespaces
+//	root          makes a cgroup and starts itself in it, in new namespaces, without a network
 //	root, pid 1   mounts /run, /proc and cgroup2, starts the tests, reaps orphans
 //	root          runs the tests
 //
@@ -54,7 +54,7 @@ func TestMain(m *testing.M) {
 		code, err = outside()
 	case "cgroup":
 		code, err = again("init", &syscall.SysProcAttr{
-			Cloneflags: syscall.CLONE_NEWNS | syscall.CLONE_NEWPID | syscall.CLONE_NEWCGROUP, Pdeathsig: syscall.SIGKILL,
+			Cloneflags: syscall.CLONE_NEWNS | syscall.CLONE_NEWPID | syscall.CLONE_NEWCGROUP | syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL,
 		})
 	case "init":
 		code, err = initProcess()
@@ -141,6 +141,10 @@ func outside() (int, error) {
 	}
 	// An ordinary user can read neither root's checkout nor where go test builds.
 	if out, err := exec.Command("cp", "-r", "../../contrib", top).CombinedOutput(); err != nil {
+		return 1, fmt.Errorf("%w: %s", err, out)
+	}
+	// The tests have no network, from which its source may have to come.
+	if out, err := exec.Command("go", "build", "-C", "quadlet", "-o", filepath.Join(top, "quadlet"), "github.com/containers/podman/v4/cmd/quadlet").CombinedOutput(); err != nil {
 		return 1, fmt.Errorf("%w: %s", err, out)
 	}
 	root := "/sys/fs/cgroup/unified"

@@ -195,7 +195,7 @@ func (b *box) uses(at *box) {
 	f.polls(id, "blocks")
 	b.ok("interrupt")
 	f.polls(id, "KeyboardInterrupt")
-	b.ok("reset")
+	b.ok("reset", "--force") // the interrupted cell may not have ended yet
 	if got := b.ok("exec", "'box' in globals()"); got != "False" {
 		b.t.Errorf("%s, in %s: after reset: %s", b.p.name, b.name, got)
 	}
