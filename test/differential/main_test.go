@@ -150,6 +150,7 @@ func inside(m *testing.M) (code int, err error) {
 			err = os.NewSyscallError("mount "+target, unix.Mount(source, target, kind, flags, data))
 		}
 	}
+	unix.Umask(0o022)
 	mount("", "/", "", "", unix.MS_REC|unix.MS_PRIVATE)
 	mount("tmpfs", "/run", "tmpfs", "mode=755", 0)
 	mount("proc", "/proc", "proc", "", 0)
@@ -228,7 +229,7 @@ func copyProbe() error {
 // environ is the environment of both managers.
 func environ(dir string) []string {
 	return []string{
-		"HOME=/root", "USER=root", "LOGNAME=root", "SHELL=/bin/sh", "LANG=C.UTF-8",
+		"HOME=/root", "USER=root", "LOGNAME=root", "SHELL=/bin/dash", "LANG=C.UTF-8",
 		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "XDG_RUNTIME_DIR=" + dir, "FROM_MANAGER=inherited",
 	}
 }

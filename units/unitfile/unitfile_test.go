@@ -196,6 +196,7 @@ func TestHardErrors(t *testing.T) {
 		"[Service]\n\nExecStart=/a\nExecStart=/b\n":               "f.service:4: ExecStart=: there are 2 commands",
 		"[Service]\nExecStart=/a ; /b\n":                          "there are 2 commands",
 		"[Service]\nExecStart=a/b\n":                              "f.service:2: ExecStart=: the program a/b is neither",
+		"[Service]\nType=oneshot\nExecStop=/a\n":                  "or Type=oneshot, RemainAfterExit=yes and ExecStop=",
 		"[Service]\nExecStart=-\n":                                "a command is missing",
 		"[Service]\nExecStart=\"\" a\n":                           "a command is missing",
 		"[Service]\nExecStart=@/a\n":                              "argv[0]",
