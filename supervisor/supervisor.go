@@ -265,12 +265,14 @@ func (s *Supervisor) loop(chld <-chan os.Signal) {
 		}
 		for _, f := range s.queue.take() {
 			s.turn(f)
-		}
-		if s.forked {
-			// On a busy machine a short command is over when the fork returns: its end is
-			// then one thing with its start.
-			s.forked = false
-			s.turn(s.reap)
+			if s.forked {
+				// On a busy machine a short command is over when the fork returns: its end is
+				// then one thing with its start. And of many starts at once the first must not
+				// wait for the last.
+				s.forked = false
+				s.turn(s.reap)
+				s.flush()
+			}
 		}
 		s.flush()
 		s.maybeReexec()
