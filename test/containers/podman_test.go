@@ -10,7 +10,9 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -329,4 +331,69 @@ func TestStaleSocketMount(t *testing.T) {
 	host.ok("stop")
 	host.ok("exec", "1")
 	client.fails([]string{"-v " + p.run + "/mypr"}, "exec", "40 + 2")
+}
+
+// The same in sandboxes of bubblewrap: the runtime as pid 1 of one, clients outside and
+// in another one.
+func TestBubblewrap(t *testing.T) {
+	each(t, func(t *testing.T, p *person) {
+		dir := p.workspace(t)
+		sandbox := func(inside string, args ...string) []string {
+			return append([]string{"bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-pid", "--unshare-uts", "--tmpfs", "/srv", "--bind", dir, inside,
+				"--bind", p.run + "/mypr", p.run + "/mypr"}, args...)
+		}
+		if out, err := p.runs("mkdir", "-p", "-m", "700", p.run+"/mypr"); err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		host := p.host(t, dir)
+		other := &box{t, p, "another sandbox", sandbox("/srv", bin), "/srv"}
+		start := func() (end func()) {
+			argv := sandbox(dir, "--as-pid-1", "--die-with-parent", bin, "-C", dir, "supervise")
+			cmd := p.command(context.Background(), argv[0], argv[1:]...)
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			ended := false
+			end = func() {
+				if ended {
+					return
+				}
+				ended = true
+				// The child of bwrap's, of which nobody else tells.
+				children, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%[1]d/children", cmd.Process.Pid))
+				if pid, perr := strconv.Atoi(strings.TrimSpace(string(children))); perr == nil && pid > 1 {
+					_ = syscall.Kill(pid, syscall.SIGKILL)
+					if !ends(pid, patience) {
+						t.Errorf("process %d does not end", pid)
+					}
+				} else if err == nil && len(children) > 0 {
+					t.Errorf("bwrap has the children %q", children)
+				}
+				_ = cmd.Wait()
+			}
+			t.Cleanup(end)
+			p.answers(t, host)
+			return end
+		}
+		end := start()
+		if r := host.status(); r.Supervisor.PID != 1 || !r.PIDsForeign {
+			t.Errorf("seen from outside: %+v", r)
+		}
+		other.uses(other)
+		host.uses(other)
+		f := other.serve()
+		f.tool("init", map[string]any{})
+		f.executes("x = 1", "")
+		end()
+		if a := f.tool("execute", map[string]any{"code": "x", "wait_ms": 30000}); !a.IsError || !strings.Contains(a.text(), "no runtime runs") {
+			t.Errorf("a call to a runtime that was killed: %s", a.text())
+		}
+		start()
+		f.executes("'x' in globals()", "False")
+		f.end()
+		other.ok("stop")
+		if r := host.status(); r.Status != nil || r.Supervisor != nil {
+			t.Errorf("after stop: %+v", r)
+		}
+	})
 }
