@@ -116,7 +116,9 @@ type execution struct {
 
 	id     string
 	all    api.ExecResult // with all output, for --json
-	inLine bool           // the terminal is not at the start of a line
+	inLine bool           // the last text has not ended its line
+	out    io.Writer      // where that went
+	open   bool           // it was of a result or a traceback, which ends with a line
 	told   bool           // the output said why the cell failed
 }
 
@@ -212,31 +214,44 @@ func (e *execution) event(ev api.Event) {
 		if ev.Stream == "stderr" {
 			out = e.stderr
 		}
-		_, _ = io.WriteString(out, ev.Text)
-		e.inLine = ev.Text != "" && !strings.HasSuffix(ev.Text, "\n")
+		e.write(out, ev.Text)
 	case "error":
 		e.told = true
-		e.fresh()
-		fmt.Fprintln(e.stderr, strings.TrimSuffix(ev.Text, "\n"))
+		e.whole(e.stderr, ev)
 	case "warning":
 		e.note("warning: %s", ev.Text)
 	default:
-		e.fresh()
-		if ev.Text != "" {
-			fmt.Fprintln(e.stdout, strings.TrimSuffix(ev.Text, "\n"))
-		}
+		e.whole(e.stdout, ev)
 		for _, a := range ev.Artifacts {
 			fmt.Fprintf(e.stdout, "[%s, %d bytes: %s]\n", a.Mime, a.Size, a.Path)
 		}
 	}
 }
 
-// fresh begins a new line if the cell left one open.
+func (e *execution) write(out io.Writer, text string) {
+	if text == "" {
+		return
+	}
+	_, _ = io.WriteString(out, text)
+	e.inLine, e.out = !strings.HasSuffix(text, "\n"), out
+	e.open = false
+}
+
+// whole writes what begins and ends with a line, but may come in several parts.
+func (e *execution) whole(out io.Writer, ev api.Event) {
+	if !ev.Continues || !e.open {
+		e.fresh()
+	}
+	e.write(out, ev.Text)
+	e.open = e.inLine
+}
+
+// fresh begins a new line if one is open.
 func (e *execution) fresh() {
 	if e.inLine {
-		fmt.Fprintln(e.stdout)
-		e.inLine = false
+		fmt.Fprintln(e.out)
 	}
+	e.inLine, e.open = false, false
 }
 
 func (e *execution) note(format string, args ...any) {
@@ -251,7 +266,7 @@ func (e *execution) outcome(r *api.ExecResult) error {
 			return err
 		}
 	} else {
-		if isTerminal(e.stdout) {
+		if e.open || isTerminal(e.stdout) {
 			e.fresh()
 		}
 		if r.Truncated {

@@ -86,6 +86,7 @@ type FromKernel struct {
 	Stream         string          `json:"stream"`
 	Text           string          `json:"text"`
 	Raw            bool            `json:"raw"`
+	Continues      bool            `json:"continues"` // of display: the text goes on where the last one ended
 	Files          []File          `json:"files"`
 	DisplayID      string          `json:"display_id"`
 	Update         bool            `json:"update"`

@@ -39,6 +39,13 @@ func TestExec(t *testing.T) {
 	if cmd.ProcessState.ExitCode() != 1 || out.String() != "out\n" || !strings.HasPrefix(errOut.String(), "err\n") || !strings.Contains(errOut.String(), "ZeroDivisionError") {
 		t.Errorf("exit %d, stdout %q, stderr %q", cmd.ProcessState.ExitCode(), out.String(), errOut.String())
 	}
+	// A long result, and a long message of an exception, are one line, in how many pages they came.
+	if out := s.ok("exec", "'x' * 40_000"); out != "'"+strings.Repeat("x", 40_000)+"'\n" {
+		t.Errorf("a long result has %d bytes in %d lines", len(out), strings.Count(out, "\n"))
+	}
+	if out, code := s.cli("exec", "print('open', end=''); raise ValueError('y' * 40_000)"); code != 1 || !strings.Contains(out, "open\nTraceback") || !strings.Contains(out, "\nValueError: "+strings.Repeat("y", 40_000)+"\n") {
+		t.Errorf("exit %d, a long traceback of %d lines", code, strings.Count(out, "\n"))
+	}
 	if out, code := s.cli("exec", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"); code != 3 || !strings.Contains(out, "SIGKILL") || strings.Contains(out, "lost: lost") {
 		t.Errorf("a cell that kills the kernel: exit %d\n%s", code, out)
 	}

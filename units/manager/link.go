@@ -263,7 +263,7 @@ func (l *link) event(msg *wire.FromKernel) error {
 	case wire.EventStream:
 		e.Type, e.Stream, e.Raw = "stream", msg.Stream, msg.Raw
 	case wire.EventDisplay:
-		e.Type, e.DisplayID, e.Update = "display", msg.DisplayID, msg.Update
+		e.Type, e.DisplayID, e.Update, e.Continues = "display", msg.DisplayID, msg.Update, msg.Continues
 		if msg.Result {
 			e.Type = "result"
 		}

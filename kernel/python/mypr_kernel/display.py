@@ -105,7 +105,8 @@ class Displays:
                 _remove(file["path"])
             return
         for at in range(limit, len(text), limit):
-            more = {"event": "display", "text": text[at : at + limit], "files": [], "result": result}
+            part = text[at : at + limit]
+            more = {"event": "display", "text": part, "files": [], "result": result, "continues": True}
             self._outbox.event(cell, more)
 
     def warn(self, cell: Cell, code: str, text: str) -> None:

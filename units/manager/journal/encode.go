@@ -94,7 +94,8 @@ func (b *Batch) cut(e *api.Event, text textBytes) {
 		}
 		if first {
 			b.data = b.appendDisplay(e)
-		} else if e.Type != "stream" {
+		}
+		if e.Continues || !first && e.Type != "stream" {
 			b.data = append(b.data, `,"continues":true`...)
 		}
 		if e.Time != 0 {
