@@ -76,6 +76,7 @@ test-systemd: build ## the built program under a real systemd --user, and a boot
 
 test-differential: ## the same units under a real systemd --user and under our supervisor
 	test/report.sh $(GO) test -vet=off -count=1 -timeout 15m ./test/differential
+	MYPR_TIER=3 test/report.sh $(GO) test -vet=off -count=1 -timeout 15m ./test/differential
 
 test-containers: build ## the built program in containers of podman, in bubblewrap and in bare namespaces
 	MYPR_BIN="$(CURDIR)/$(BIN)" test/report.sh $(GO) test -vet=off -count=1 -timeout 15m ./test/containers

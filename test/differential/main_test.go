@@ -23,6 +23,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -40,6 +41,7 @@ import (
 
 const (
 	stageVariable = "MYPR_DIFFERENTIAL_STAGE"
+	tierVariable  = "MYPR_TIER" // of our supervisor
 	systemdPath   = "/lib/systemd/systemd"
 	patience      = 60 * time.Second // until a manager is up, or has gone
 	cgroupRoot    = "/sys/fs/cgroup"
@@ -301,7 +303,7 @@ func startOurs() (func() error, error) {
 	}
 	defer log.Close()
 	cmd := exec.Command("/proc/self/exe")
-	cmd.Env, cmd.Stdout, cmd.Stderr = append(environ(ourDir), stageVariable+"=supervisor"), log, log
+	cmd.Env, cmd.Stdout, cmd.Stderr = append(environ(ourDir), stageVariable+"=supervisor", tierVariable+"="+os.Getenv(tierVariable)), log, log
 	hold, err := cmd.StdinPipe() // its end is the supervisor's
 	if err != nil {
 		return nil, err
@@ -348,8 +350,11 @@ func supervise() error {
 	if err != nil {
 		return err
 	}
+	tier, _ := strconv.Atoi(os.Getenv(tierVariable))
+	_ = os.Unsetenv(tierVariable) // the units inherit what is left
 	s, err := supervisor.New(supervisor.Options{
-		Load: loader.Load,
+		ForceTier: tier,
+		Load:      loader.Load,
 		Names: func() ([]string, error) {
 			names, err := loader.Names()
 			return without(names, builtin), err // nothing of the product starts here

@@ -35,8 +35,8 @@ type manager interface {
 	watch(unit string) (changed <-chan struct{}, stop func())
 	// foreign reports whether a variable comes from this machine and not from the test.
 	foreign(variable string) bool
-	// owns reports whether a cgroup path is the unit's.
-	owns(cgroup, unit string) bool
+	// owner returns what tells which processes are the unit's, by their cgroup and environment.
+	owner(ctx context.Context, unit string) (func(cgroup, env string) bool, error)
 }
 
 const refused = "refused"
@@ -289,8 +289,10 @@ func yes(b bool) string {
 	return "no"
 }
 
-func (s *systemdManager) owns(cgroup, unit string) bool {
-	return strings.HasPrefix(cgroup, "/systemd/") && slices.Contains(strings.Split(cgroup, "/"), unit)
+func (s *systemdManager) owner(_ context.Context, unit string) (func(cgroup, env string) bool, error) {
+	return func(cgroup, _ string) bool {
+		return strings.HasPrefix(cgroup, "/systemd/") && slices.Contains(strings.Split(cgroup, "/"), unit)
+	}, nil
 }
 
 // Our supervisor.
@@ -391,19 +393,32 @@ func (o *ourManager) show(ctx context.Context, unit string) (map[string]string, 
 	return m, nil
 }
 
-func (o *ourManager) owns(cgroup, unit string) bool {
-	if !strings.HasPrefix(cgroup, "/mypr/") {
-		return false
+func (o *ourManager) owner(ctx context.Context, unit string) (func(cgroup, env string) bool, error) {
+	if os.Getenv(tierVariable) == "3" { // no cgroups
+		d, err := o.c.Show(ctx, unit)
+		_, err = o.answer(err)
+		return func(_, env string) bool {
+			return d.InvocationID != "" && strings.Contains(env, "\x00INVOCATION_ID="+d.InvocationID+"\x00")
+		}, err
 	}
-	return slices.ContainsFunc(strings.Split(cgroup, "/"), func(dir string) bool {
-		invocation, ok := strings.CutPrefix(dir, unit+"-")
-		return ok && len(invocation) == 32
-	})
+	return func(cgroup, _ string) bool {
+		if !strings.HasPrefix(cgroup, "/mypr/") {
+			return false
+		}
+		return slices.ContainsFunc(strings.Split(cgroup, "/"), func(dir string) bool {
+			invocation, ok := strings.CutPrefix(dir, unit+"-")
+			return ok && len(invocation) == 32
+		})
+	}, nil
 }
 
 // tree describes the processes of a unit: "sleep 1 [sleep 2] | sleep 3". Children stand in
 // brackets, whose parent is none of the unit's stand side by side.
-func tree(m manager, unit string) (string, error) {
+func tree(ctx context.Context, m manager, unit string) (string, error) {
+	owns, err := m.owner(ctx, unit)
+	if err != nil {
+		return "", err
+	}
 	dirs, err := os.ReadDir("/proc")
 	if err != nil {
 		return "", err
@@ -421,21 +436,23 @@ func tree(m manager, unit string) (string, error) {
 			continue
 		}
 		path, _, _ := strings.Cut(string(cg[i+3:]), "\n")
-		if !m.owns(path, unit) {
+		var cmdline, env []byte
+		for end := time.Now().Add(5 * time.Second); len(cmdline) == 0 || len(env) == 0; {
+			// In the middle of an exec there are none; of a zombie there never are.
+			b, err := os.ReadFile("/proc/" + d.Name() + "/stat")
+			if err != nil || strings.Contains(string(b), ") Z ") || time.Now().After(end) {
+				break
+			}
+			runtime.Gosched()
+			cmdline, _ = os.ReadFile("/proc/" + d.Name() + "/cmdline")
+			env, _ = os.ReadFile("/proc/" + d.Name() + "/environ")
+		}
+		if !owns(path, "\x00"+string(env)) {
 			continue
 		}
 		stat, err := os.ReadFile("/proc/" + d.Name() + "/stat")
 		after := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
-		cmdline, cerr := os.ReadFile("/proc/" + d.Name() + "/cmdline")
-		for end := time.Now().Add(5 * time.Second); len(cmdline) == 0 && cerr == nil && time.Now().Before(end); {
-			// In the middle of an exec there is none; of a zombie there never is.
-			if b, err := os.ReadFile("/proc/" + d.Name() + "/stat"); err != nil || strings.Contains(string(b), ") Z ") {
-				break
-			}
-			runtime.Gosched()
-			cmdline, cerr = os.ReadFile("/proc/" + d.Name() + "/cmdline")
-		}
-		if err != nil || cerr != nil || len(after) < 2 || after[0] == "Z" || after[0] == "X" {
+		if err != nil || len(after) < 2 || after[0] == "Z" || after[0] == "X" {
 			continue // it has just ended
 		}
 		argv := strings.Split(strings.TrimRight(string(cmdline), "\x00"), "\x00")

@@ -414,7 +414,7 @@ func (r *run) check(ctx context.Context, unit string) error {
 		}
 	}
 	if filepath.Ext(unit) == ".service" {
-		t, err := tree(r.m, unit)
+		t, err := tree(ctx, r.m, unit)
 		if err != nil {
 			return err
 		}
