@@ -95,7 +95,24 @@ func (b *bench) manyJobs() error {
 		return err
 	}
 	b.rate(fmt.Sprintf("%d jobs of /bin/true in a row (floor: os/exec)", row), row/batches, x, y)
-	return nil
+	// What is kept of them is bounded.
+	f, err := b.client()
+	if err != nil {
+		return err
+	}
+	pids, err := b.processes(f)
+	if err != nil {
+		return err
+	}
+	limits := map[string]float64{"supervisor": 15, "manager": 40}
+	for _, role := range []string{"supervisor", "manager"} {
+		kib, err := field(fmt.Sprintf("/proc/%d/status", pids[role]), "VmRSS:")
+		if err != nil {
+			return fmt.Errorf("%s: %w", role, err)
+		}
+		b.amount("resident memory after these jobs, "+role, float64(kib)/1024, "MiB", limits[role])
+	}
+	return f.close()
 }
 
 // rate adds a row of how many of something there were in a second.
