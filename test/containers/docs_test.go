@@ -73,3 +73,28 @@ func TestDocs(t *testing.T) {
 		}
 	}
 }
+
+// The image with the program alone has it in a layer to copy from.
+func TestBinaryImage(t *testing.T) {
+	p := someone(t, "rootless")
+	p.images(t)
+	if out := p.must(t, "podman", "run", "--rm", binaryImage, "version"); !strings.Contains(out, "mypr-mcp ") {
+		t.Errorf("version: %s", out)
+	}
+	text, err := os.ReadFile("../../docs/CONTAINERS.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, copyFrom, found := strings.Cut(string(text), "```Dockerfile\n")
+	copyFrom, _, end := strings.Cut(copyFrom, "```")
+	if !found || !end {
+		t.Fatal("the guide does not say how to copy from the image")
+	}
+	dir := p.directory(t)
+	script := "printf '%s' 'FROM " + pythonImage + "\n" + copyFrom + "' > Containerfile\n" +
+		"podman build --quiet -t localhost/derived . \npodman run --rm localhost/derived sh -c 'ls / && mypr-mcp version'\npodman rmi localhost/derived"
+	out, err := p.script(dir, script)
+	if err != nil || !strings.Contains(out, "mypr-mcp ") || !strings.Contains(out, "usr") {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
