@@ -486,6 +486,35 @@ func TestRestartFromACell(t *testing.T) {
 	}
 }
 
+// Whoever awaits run() and is cancelled ends the command; whoever waits for a handle or its
+// output ends only the wait.
+func TestCancelledWaits(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	f.must(`import asyncio, os
+fifo = str(ws.workspace / "began"); os.mkfifo(fifo)
+shells = lambda: [h for h in ws.tasks.active() if h.status()["kind"] == "shell"]
+def began():
+    with open(fifo) as file: file.read()`)
+	if got := f.must(`run = ws.tasks.start(ws.shell.run(f"echo > {fifo}; exec sleep 1000"))
+await asyncio.to_thread(began)
+[job] = shells()
+await run.cancel(), run.status()["status"], shells(), job.status()["status"]`); got != "(True, 'cancelled', [], 'cancelled')" {
+		t.Error(got)
+	}
+	if got := f.must(`job = await ws.shell.start(f"echo up; echo > {fifo}; exec sleep 1000")
+await asyncio.to_thread(began)
+at = (await job.expect("up\n"))["cursor"]
+async def wait_for_it(): return await job
+for wait in (job.read(at), job.expect("never", at), wait_for_it()):
+    w = ws.tasks.start(wait); await asyncio.sleep(0.05)
+    print(await w.cancel(), w.status()["status"], job.status()["status"])
+await job.cancel()`); got != strings.Repeat("True cancelled running\n", 3)+"True" {
+		t.Error(got)
+	}
+}
+
 // Bad input is refused with a clear error; nothing is lost by it and nobody else notices.
 func TestBadInputOfWork(t *testing.T) {
 	s := newSession(t)
