@@ -517,11 +517,15 @@ func (j *job) resume() {
 		j.finish(nil, err)
 		return
 	}
-	if err := j.connect(&r.Unit, ends); err != nil {
-		j.mu.Lock()
+	whole := ends[stdout] != nil || ends["pty"] != nil
+	err = j.connect(&r.Unit, ends)
+	j.mu.Lock()
+	if err != nil {
 		j.st.warn("output_lost", "a stream of the job could not be taken up again: "+err.Error())
-		j.mu.Unlock()
+	} else if !whole { // the supervisor was killed in the moment of the start, before its anchor had them, and then the manager
+		j.st.warn("output_lost", "its streams could not be taken up again: what it printed and was not read is lost")
 	}
+	j.mu.Unlock()
 	close(j.started) // now there is something to write to
 	j.s.wg.Add(1)
 	if cancelling {

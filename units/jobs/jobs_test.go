@@ -456,6 +456,25 @@ func TestResume(t *testing.T) {
 	}
 }
 
+// The supervisor was killed before its anchor had the pipes, and then the manager: what
+// they held is lost, and that is said.
+func TestResumeWithoutStreams(t *testing.T) {
+	w := newWorld(t)
+	st := must[Status](w, "shell.start", params("read a; exit 5", `"stdin":true`))
+	w.s.Suspend()
+	if err := w.f.Release(t.Context(), unitName(st.ID), "stdin", stdout, stderr); err != nil {
+		t.Fatal(err)
+	}
+	w.s = New(w.o)
+	if err := w.s.Resume(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	st = must[Status](w, "shell.wait", `{"id":"`+st.ID+`"}`)
+	if !api.Terminal(st.State) || len(st.Warnings) != 1 || st.Warnings[0].Code != "output_lost" {
+		t.Errorf("%+v", st)
+	}
+}
+
 // Input that was on its way into a terminal when the manager ended: nobody knows how far
 // it came, and that is said.
 func TestResumeOfTyping(t *testing.T) {
