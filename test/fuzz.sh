@@ -8,7 +8,7 @@ inputs=${1:-2000x}
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 for dir in $(grep -rlE '^func Fuzz' --include='*_test.go' . | xargs -n 1 dirname | sort -u); do
-	guided=(-fuzz=.) # by coverage; but not for what would have SQLite compiled once more, for minutes
+	guided=(-fuzz=.) # by coverage; but not for what would have SQLite compiled once more
 	if go list -deps -test "./${dir#./}" | grep -q '^modernc.org/sqlite$'; then guided=(); fi
 	go test -c "${guided[@]}" -o "$tmp/test" "./${dir#./}"
 	for target in $(cat "$dir"/*_test.go | sed -nE 's/^func (Fuzz[A-Za-z0-9_]*)\(.*/\1/p'); do
