@@ -92,7 +92,7 @@ func TestBinaryImage(t *testing.T) {
 	}
 	dir := p.directory(t)
 	script := "printf '%s' 'FROM " + pythonImage + "\n" + copyFrom + "' > Containerfile\n" +
-		"podman build --quiet -t localhost/derived . \npodman run --rm localhost/derived sh -c 'ls / && mypr-mcp version'\npodman rmi localhost/derived"
+		"podman build --quiet -t localhost/derived .\npodman run --rm localhost/derived sh -c 'ls / && mypr-mcp version'\npodman rmi localhost/derived"
 	out, err := p.script(dir, script)
 	if err != nil || !strings.Contains(out, "mypr-mcp ") || !strings.Contains(out, "usr") {
 		t.Errorf("%v\n%s", err, out)
