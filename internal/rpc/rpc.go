@@ -585,6 +585,9 @@ func (c *Conn) write(ctx context.Context, f frame, files []*os.File) error {
 		return ctx.Err()
 	}
 	defer func() { <-c.writing }()
+	if ctx.Err() != nil { // as when the connection has ended: whoever calls sends it again
+		return ctx.Err()
+	}
 	n := 0
 	if rights == nil {
 		n = c.sendNow(line)
@@ -595,6 +598,9 @@ func (c *Conn) write(ctx context.Context, f frame, files []*os.File) error {
 // writeNow is write for somebody who must not wait: a goroutine does that if need be.
 // The connection must have a request that is not answered yet.
 func (c *Conn) writeNow(f frame) error {
+	if c.ctx.Err() != nil {
+		return c.ctx.Err()
+	}
 	line, err := f.line()
 	if err != nil {
 		return err
