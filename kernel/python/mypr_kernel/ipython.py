@@ -17,6 +17,7 @@ from IPython.core.autocall import ExitAutocall
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
+from IPython.lib import pretty
 from traitlets import Type
 from traitlets.config import Config
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from .display import Displays
+
+
+SCALARS = frozenset((int, float, str, bytes))
 
 
 class Publisher(DisplayPublisher):
@@ -88,6 +92,8 @@ class Shell(InteractiveShell):
 
     def format(self, value: object) -> dict[str, Any]:
         """Representations of an object by mime type; RuntimeError when one of its methods failed."""
+        if type(value) in SCALARS and self._is_plain(type(value)):
+            return {"text/plain": repr(value)}
         self._formatting, self._format_error = True, ""
         try:
             data, _ = self.display_formatter.format(value)
@@ -97,6 +103,18 @@ class Shell(InteractiveShell):
         if self._format_error and "text/plain" not in shown:
             raise RuntimeError(self._format_error)
         return shown
+
+    def _is_plain(self, kind: type) -> bool:
+        """Whether nobody has changed how a scalar is shown. To ask all of IPython's formatters
+        takes as long as everything else that a short cell needs."""
+        formatter = self.display_formatter
+        plain = formatter.formatters["text/plain"]
+        return (
+            plain.type_printers.get(kind) is pretty._repr_pprint
+            and kind not in formatter.mimebundle_formatter.type_printers
+            and kind not in formatter.ipython_display_formatter.type_printers
+            and not any(kind in f.type_printers for f in formatter.formatters.values() if f is not plain)
+        )
 
     def transform(self, tree: Any) -> Any:
         """Apply what extensions have registered to change code."""

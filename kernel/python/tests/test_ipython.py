@@ -57,6 +57,8 @@ def test_a_cell_that_needs_it_waits_for_it(tmp_path: Path, has_ipython: bool) ->
         ("x = (17\n     % 5)\nx", "", "2"),
         ("[1, 2]", "", "[1, 2]"),
         ("get_ipython().user_ns is globals()", "", "True"),
+        ("%precision 2\n3.14159", "", "3.14"),
+        ("%precision %r\n3.14159", "", "3.14159"),
         ("import asyncio\nawait asyncio.sleep(0)\n!echo after", "after\n", None),
     ],
 )
@@ -85,6 +87,21 @@ def test_ipython_display_goes_to_its_cell(ipython: Kernel, has_ipython: bool) ->
     first, second = cell.of("display")
     assert [f["mime"] for f in first["files"]] == ["text/html"]
     assert second["text"] == "7"
+
+
+def test_formatters_of_scalars(ipython: Kernel, has_ipython: bool) -> None:
+    if not has_ipython:
+        return
+    ipython.run("formatters = get_ipython().display_formatter.formatters")
+    ipython.run("formatters['text/html'].for_type(int, '<b>{}</b>'.format)")
+    try:
+        (shown,) = ipython.run("7").of("display")
+        assert shown["text"] == "7"
+        assert [f["mime"] for f in shown["files"]] == ["text/html"]
+    finally:
+        ipython.run("formatters['text/html'].pop(int); formatters")
+    (shown,) = ipython.run("7").of("display")
+    assert (shown["text"], shown["files"]) == ("7", [])
 
 
 def test_interrupted_command_is_ended(ipython: Kernel, has_ipython: bool) -> None:
