@@ -42,6 +42,10 @@ type Journal interface {
 // A change up to this size goes through the redo log; a larger one is worth a commit.
 const maxRedo = 16 << 10
 
+// maxPayload bounds a record of the log, whose JSON may be a few times as long as its
+// change. What reads the log takes a longer one for damage.
+const maxPayload = 64 * maxRedo
+
 // redoLimit is the size at which the log is emptied as soon as all of it was carried out.
 const redoLimit = 1 << 20
 
@@ -50,8 +54,10 @@ func (c *Change) size() int {
 	for _, o := range c.Output {
 		n += len(o.Data)
 	}
-	for _, e := range c.Insert {
-		n += len(e.Code)
+	for _, list := range [][]*Entity{c.Insert, c.Update} {
+		for _, e := range list {
+			n += len(e.Code) + len(e.Job)
+		}
 	}
 	return n
 }
@@ -199,6 +205,9 @@ func (r *redo) append(c *Change) error {
 	if err != nil {
 		return err
 	}
+	if len(payload) > maxPayload {
+		return fmt.Errorf("a change of %d bytes is too long for the redo log", len(payload))
+	}
 	b := binary.LittleEndian.AppendUint32(r.buf[:0], uint32(len(payload)))
 	b = binary.LittleEndian.AppendUint32(b, crc32.Checksum(payload, castagnoli()))
 	r.buf = append(b, payload...)
@@ -234,7 +243,7 @@ func readRedo(r io.Reader, f func(redoRecord) error) error {
 			return err
 		}
 		n := binary.LittleEndian.Uint32(head[:])
-		if n > 64*maxRedo {
+		if n > maxPayload {
 			return nil
 		}
 		payload := make([]byte, n)

@@ -141,6 +141,44 @@ func TestChangesAreCarriedOutSoon(t *testing.T) {
 
 // However far the log was written when the process was killed, what the next one finds
 // is what had been promised up to some moment, without holes.
+// A successor takes long records of the log for damage, so none are written, whichever
+// part of a change is long.
+func TestLongChanges(t *testing.T) {
+	long := strings.Repeat("x", 3<<20)
+	for name, change := range map[string]func(e *Entity) *Change{
+		"command":  func(e *Entity) *Change { e.Code = long; return &Change{Update: []*Entity{e}} },
+		"job":      func(e *Entity) *Change { e.Job = []byte(`"` + long + `"`); return &Change{Update: []*Entity{e}} },
+		"new job":  func(e *Entity) *Change { e.Job = []byte(`"` + long + `"`); return &Change{Insert: []*Entity{e}} },
+		"log line": func(e *Entity) *Change { return &Change{Log: []api.LogEvent{{Event: "x", Error: long}}} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			s, _, err := Open(dir, Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer s.Close()
+			c := change(entity(int(s.NextSeq())))
+			submit(t, s, c)
+			last := entity(int(s.NextSeq()))
+			submit(t, s, &Change{Insert: []*Entity{last}})
+			after, _, err := Open(crash(t, dir), Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer after.Close()
+			if e, err := after.Entity(last.ID); e == nil || err != nil {
+				t.Errorf("what followed the long change is lost: %v", err)
+			}
+			for _, e := range c.Insert {
+				if e, err := after.Entity(e.ID); e == nil || err != nil {
+					t.Errorf("the long change is lost: %v", err)
+				}
+			}
+		})
+	}
+}
+
 func TestTornLog(t *testing.T) {
 	dir := t.TempDir()
 	s := openIn(t, dir)
