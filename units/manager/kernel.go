@@ -158,6 +158,9 @@ func (m *Manager) startKernel() {
 	m.kernel.starting = false
 	if err == nil || m.ctx.Err() != nil {
 		m.kernel.wake()
+		if m.kernel.phase == phaseNone && len(m.waiting()) > 0 {
+			m.wantKernelLocked() // it has ended already, and they came while this start was not over
+		}
 		m.mu.Unlock()
 		return
 	}
@@ -479,7 +482,7 @@ func (m *Manager) unitChanged(u control.UnitStatus) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	k := &m.kernel
-	if k.starting || k.gen != "" || m.resetting {
+	if k.starting || k.gen != "" {
 		return
 	}
 	switch {
@@ -816,14 +819,16 @@ func (m *Manager) endOf(generation string) (string, *api.ErrorInfo) {
 func (m *Manager) awaitKernel(ctx context.Context) (generation string, err error) {
 	for {
 		m.mu.Lock()
-		phase, detail, gen := m.kernel.phase, m.kernel.detail, m.kernel.gen
+		phase, detail, gen, starting := m.kernel.phase, m.kernel.detail, m.kernel.gen, m.kernel.starting
 		again := m.kernel.waitChange()
 		m.mu.Unlock()
-		switch phase {
-		case phaseReady:
+		switch {
+		case phase == phaseReady:
 			return gen, nil
-		case phaseDown:
+		case phase == phaseDown:
 			return "", rpc.Errorf(api.CodeKernel, "the Python kernel could not be started: %s", detail)
+		case phase == phaseNone && !starting:
+			return "", rpc.Errorf(api.CodeKernel, "the Python kernel ended before it took cells").WithHint("look at .mypr/kernel.log")
 		}
 		select {
 		case <-again:
@@ -837,22 +842,30 @@ func (m *Manager) awaitKernel(ctx context.Context) (generation string, err error
 // it. The start of that one may be at its very end still (its kernel connects before the
 // supervisor's answer is dealt with), and another begins only after it.
 func (m *Manager) freshKernel() (generation string, err error) {
+	if err := m.awaitStart(); err != nil {
+		return "", err
+	}
+	m.mu.Lock()
+	if !m.kernel.starting && m.kernel.gen == "" {
+		m.beginStart()
+	}
+	m.mu.Unlock()
+	return m.awaitKernel(m.ctx)
+}
+
+// awaitStart waits until no start of a kernel is under way.
+func (m *Manager) awaitStart() error {
 	for {
 		m.mu.Lock()
-		k := &m.kernel
-		if !k.starting {
-			if k.gen == "" {
-				m.beginStart()
-			}
-			m.mu.Unlock()
-			return m.awaitKernel(m.ctx)
-		}
-		again := k.waitChange()
+		starting, again := m.kernel.starting, m.kernel.waitChange()
 		m.mu.Unlock()
+		if !starting {
+			return nil
+		}
 		select {
 		case <-again:
 		case <-m.ctx.Done():
-			return "", context.Cause(m.ctx)
+			return context.Cause(m.ctx)
 		}
 	}
 }

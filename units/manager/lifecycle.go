@@ -104,7 +104,6 @@ func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, e
 		return nil, err
 	}
 	m.resetting = true
-	starting := m.kernel.starting
 	m.mu.Unlock()
 	defer func() {
 		m.mu.Lock()
@@ -116,10 +115,8 @@ func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, e
 	if origin != nil {
 		reason = "by " + origin.client + " in cell " + origin.id
 	}
-	if starting { // a kernel on its way is let arrive, or fail, first
-		if _, err := m.awaitKernel(m.ctx); err != nil && m.ctx.Err() != nil {
-			return nil, err
-		}
+	if err := m.awaitStart(); err != nil { // a kernel on its way is let arrive, or fail, first
+		return nil, err
 	}
 	generation, err := "", m.stopKernel(&ending{kind: "reset", reason: reason, origin: origin})
 	if err == nil {
