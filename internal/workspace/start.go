@@ -47,10 +47,6 @@ func (w *Workspace) Ensure(ctx context.Context, opts StartOptions) (*Location, e
 	l, err := w.Discover(ctx)
 	var none *NotRunning
 	var mute *Unreachable
-	// Before the startup lock is taken, which whoever starts it in its turn needs.
-	if (errors.As(err, &mute) || l.ending()) && w.waitUnlocked(ctx) {
-		l, err = w.Discover(ctx)
-	}
 	switch {
 	case errors.As(err, &none):
 		if l, err := w.activate(ctx); l != nil || err != nil {
@@ -62,7 +58,13 @@ func (w *Workspace) Ensure(ctx context.Context, opts StartOptions) (*Location, e
 	case !errors.As(err, &mute) && !l.ending():
 		return l, err
 	}
-	return w.Start(ctx, opts)
+	l, err = w.Start(ctx, opts)
+	if errors.As(err, &none) { // a container's session that was still ending
+		if l, err := w.activate(ctx); l != nil || err != nil {
+			return l, err
+		}
+	}
+	return l, err
 }
 
 // Revive starts a supervisor in the place of one that died and that nobody else starts
