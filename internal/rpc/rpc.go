@@ -36,8 +36,6 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
-	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -217,9 +215,7 @@ func (p Peer) PIDFD() *os.File { return p.fd }
 // Conn is one connection. It owns the socket and its reader goroutine; Close, a
 // broken peer or a malformed frame ends both.
 type Conn struct {
-	sock         *net.UnixConn
-	raw          syscall.RawConn
-	input        *readable.Set // nil: there was no descriptor for it
+	sock         *readable.Socket // nil: there was no descriptor for it
 	handler      Handler
 	peer         Peer
 	ctx          context.Context
@@ -249,17 +245,19 @@ func NewConn(sock *net.UnixConn, handler Handler) *Conn {
 // newConn makes a connection that does not read yet.
 func newConn(sock *net.UnixConn, peer Peer) *Conn {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	raw, _ := sock.SyscallConn() // fails for a nil connection only
-	var input *readable.Set
-	_ = raw.Control(func(fd uintptr) { input, _ = readable.New(int(fd)) })
-	return &Conn{
-		sock: sock, raw: raw, input: input, ctx: ctx, cancel: cancel, peer: peer,
+	c := &Conn{
+		ctx: ctx, cancel: cancel, peer: peer,
 		done:    make(chan struct{}),
 		writing: make(chan struct{}, 1),
 		serving: make(chan struct{}, maxRequests),
 		pending: map[uint64]chan answer{},
 		running: map[uint64]context.CancelFunc{},
 	}
+	var err error
+	if c.sock, err = readable.TakeOver(sock); err != nil {
+		c.fail(err)
+	}
+	return c
 }
 
 // Dial connects to the socket at path. The deadline of ctx covers the connect only.
@@ -315,11 +313,9 @@ func (c *Conn) Close() error {
 	return nil
 }
 
-// shut ends what waits for the socket, too.
 func (c *Conn) shut() {
-	c.sock.Close()
-	if c.input != nil {
-		c.input.Close()
+	if c.sock != nil {
+		c.sock.Close()
 	}
 }
 
@@ -588,9 +584,12 @@ func (c *Conn) write(ctx context.Context, f frame, files []*os.File) error {
 	if ctx.Err() != nil { // as when the connection has ended: whoever calls sends it again
 		return ctx.Err()
 	}
+	if c.sock == nil {
+		return c.Err()
+	}
 	n := 0
 	if rights == nil {
-		n = c.sendNow(line)
+		n = c.sock.TrySend(line)
 	}
 	return c.send(ctx, line, n, rights)
 }
@@ -608,7 +607,7 @@ func (c *Conn) writeNow(f frame) error {
 	n := 0
 	select {
 	case c.writing <- struct{}{}:
-		if n = c.sendNow(line); n == len(line) {
+		if n = c.sock.TrySend(line); n == len(line) {
 			<-c.writing
 			return nil
 		}
@@ -630,47 +629,13 @@ func (c *Conn) writeNow(f frame) error {
 	return nil
 }
 
-// sendNow sends what the socket takes at once and returns how much that was. The raw
-// system call does not tell the scheduler, which would wake its monitor thread for a
-// call that never waits.
-func (c *Conn) sendNow(b []byte) (n int) {
-	_ = c.raw.Write(func(fd uintptr) bool {
-		r, _, e := unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
-		if e == 0 {
-			n = int(r)
-		}
-		return true // whoever waits for room meets the error again
-	})
-	return n
-}
-
 // send sends the line from its byte begun on. Called with the token of writing.
-func (c *Conn) send(ctx context.Context, line []byte, begun int, rights []byte) (err error) {
-	total := len(line)
-	if line = line[begun:]; len(line) == 0 {
+func (c *Conn) send(ctx context.Context, line []byte, begun int, rights []byte) error {
+	if begun == len(line) {
 		return nil
 	}
-	expired := make(chan struct{})
-	stop := context.AfterFunc(ctx, func() {
-		_ = c.sock.SetWriteDeadline(time.Unix(1, 0))
-		close(expired)
-	})
-	if rights != nil {
-		// Ancillary data needs at least one byte to ride on; the rest follows as plain bytes.
-		var n int
-		n, _, err = c.sock.WriteMsgUnix(line, rights, nil)
-		line = line[n:]
-	}
-	if err == nil && len(line) > 0 {
-		var n int
-		n, err = c.sock.Write(line)
-		line = line[n:]
-	}
-	if !stop() {
-		<-expired // else the deadline could hit a later frame
-		_ = c.sock.SetWriteDeadline(time.Time{})
-	}
-	if err != nil && !(errors.Is(err, os.ErrDeadlineExceeded) && len(line) == total) {
+	n, err := c.sock.Send(ctx, line[begun:], rights)
+	if err != nil && !(n+begun == 0 && ctx.Err() != nil) {
 		c.writeFailed(err)
 	}
 	return err
@@ -695,9 +660,9 @@ func (c *Conn) writeFailed(err error) {
 
 func (c *Conn) read() {
 	defer close(c.done)
-	r := &reader{raw: c.raw, input: c.input}
-	var err error
-	for {
+	r := &reader{sock: c.sock}
+	err := c.Err()
+	for err == nil {
 		var f frame
 		var files []*os.File
 		if f, files, err = r.next(); err != nil {
@@ -876,8 +841,7 @@ var errTooLong = fmt.Errorf("malformed frame: over the limit of %d bytes", MaxFr
 
 // reader splits the stream into frames and hands each the descriptors it names.
 type reader struct {
-	raw   syscall.RawConn
-	input *readable.Set
+	sock  *readable.Socket
 	buf   []byte
 	start int // of the unread part of buf
 	scan  int // where the search for the newline goes on
@@ -934,7 +898,7 @@ func (r *reader) fill() error {
 	if r.oob == nil {
 		r.oob = make([]byte, unix.CmsgSpace(4*maxFDs))
 	}
-	n, oobn, flags, err := r.receive(r.buf[len(r.buf):cap(r.buf)])
+	n, oobn, flags, err := r.sock.Receive(r.buf[len(r.buf):cap(r.buf)], r.oob)
 	if oobn > 0 {
 		if perr := r.take(r.oob[:oobn]); perr != nil {
 			return perr
@@ -954,48 +918,6 @@ func (r *reader) fill() error {
 	}
 	r.buf = r.buf[:len(r.buf)+n]
 	return nil
-}
-
-// receive waits for bytes and the descriptors that ride on them; see sendNow for why the
-// system call is raw.
-func (r *reader) receive(b []byte) (n, oobn, flags int, err error) {
-	iov := unix.Iovec{Base: &b[0]}
-	iov.SetLen(len(b))
-	var msg unix.Msghdr
-	try := func(fd uintptr) bool {
-		for {
-			msg = unix.Msghdr{Iov: &iov, Control: &r.oob[0]}
-			msg.SetIovlen(1)
-			msg.SetControllen(len(r.oob))
-			got, _, e := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&msg)), unix.MSG_CMSG_CLOEXEC|unix.MSG_DONTWAIT)
-			switch e {
-			case unix.EAGAIN:
-				return false
-			case unix.EINTR:
-				continue
-			case 0:
-				n, oobn, flags = int(got), int(msg.Controllen), int(msg.Flags)
-			default:
-				err = os.NewSyscallError("recvmsg", e)
-			}
-			return true
-		}
-	}
-	var failed error
-	if r.input == nil {
-		failed = r.raw.Read(try)
-	} else {
-		var closed error
-		failed = r.input.Wait(func() (got bool) {
-			closed = r.raw.Control(func(fd uintptr) { got = try(fd) })
-			return got || closed != nil
-		})
-		failed = errors.Join(failed, closed)
-	}
-	if failed != nil {
-		err = failed
-	}
-	return n, oobn, flags, err
 }
 
 func (r *reader) take(oob []byte) error {

@@ -23,6 +23,8 @@ import (
 
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+
+	"mypr/internal/rpc/readable"
 )
 
 func TestMain(m *testing.M) {
@@ -633,7 +635,7 @@ func TestFrameLimitWithinOneRead(t *testing.T) {
 	a, b := socketpair(t)
 	defer a.Close()
 	defer b.Close()
-	r := &reader{raw: rawOf(t, a), buf: make([]byte, MaxFrame-100, MaxFrame+8192)}
+	r := &reader{sock: takeOver(t, a), buf: make([]byte, MaxFrame-100, MaxFrame+8192)}
 	if _, err := b.Write(append(bytes.Repeat([]byte("x"), 200), '\n')); err != nil {
 		t.Fatal(err)
 	}
@@ -790,7 +792,7 @@ func TestServerOutOfDescriptors(t *testing.T) {
 	}
 	var held []*Conn
 	turned := 0
-	for range 60 { // each takes two descriptors there: the socket and the peer's pidfd
+	for range 60 { // each takes three descriptors there: the socket, its epoll instance and the peer's pidfd
 		c, err := Dial(timeout(t), path, nil)
 		if err != nil {
 			t.Fatal(err)
@@ -921,13 +923,14 @@ func FuzzReaderChunks(f *testing.F) {
 	})
 }
 
-func rawOf(t *testing.T, c *net.UnixConn) syscall.RawConn {
+func takeOver(t *testing.T, sock *net.UnixConn) *readable.Socket {
 	t.Helper()
-	raw, err := c.SyscallConn()
+	s, err := readable.TakeOver(sock)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return raw
+	t.Cleanup(func() { s.Close() })
+	return s
 }
 
 func split(t *testing.T, data []byte, chunk int) (out []string, err error) {
@@ -943,7 +946,7 @@ func split(t *testing.T, data []byte, chunk int) (out []string, err error) {
 			data = data[n:]
 		}
 	}()
-	r := &reader{raw: rawOf(t, a)}
+	r := &reader{sock: takeOver(t, a)}
 	for {
 		f, files, err := r.next()
 		closeAll(files)

@@ -10,7 +10,6 @@ import (
 	"os"
 	"sync"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -37,15 +36,11 @@ const (
 // link is the connection of one kernel. It owns the socket, its reader, the queue of
 // what could not be sent at once and the calls that run for the kernel.
 type link struct {
-	m      *Manager
-	number int64 // in the order of connecting
-	sock   *net.UnixConn
-	raw    interface {
-		Write(f func(fd uintptr) (done bool)) error
-	}
+	m          *Manager
+	number     int64 // in the order of connecting
+	sock       *readable.Socket
 	generation string
 	hello      *wire.FromKernel
-	input      *readable.Socket
 	in         *wire.Reader
 	done       chan struct{} // the reader has returned; everything it read is staged
 	wg         sync.WaitGroup
@@ -97,23 +92,12 @@ func (m *Manager) acceptKernel() {
 }
 
 // serveKernel runs one connection from hello to its end.
-func (m *Manager) serveKernel(sock *net.UnixConn, number int64) error {
-	defer sock.Close()
-	raw, err := sock.SyscallConn()
+func (m *Manager) serveKernel(conn *net.UnixConn, number int64) error {
+	defer conn.Close()
+	raw, err := conn.SyscallConn()
 	if err != nil {
 		return err
 	}
-	input, err := readable.NewSocket(raw)
-	if err != nil {
-		return err
-	}
-	defer input.Close()
-	shut := func() {
-		sock.Close()
-		input.Close()
-	}
-	stop := context.AfterFunc(m.ctx, shut)
-	defer stop()
 	var cred *unix.Ucred
 	if e := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); e != nil {
 		err = e
@@ -124,10 +108,17 @@ func (m *Manager) serveKernel(sock *net.UnixConn, number int64) error {
 	if int(cred.Uid) != os.Getuid() {
 		return fmt.Errorf("refused: user id %d is not ours", cred.Uid)
 	}
-	l := &link{m: m, number: number, sock: sock, raw: raw, input: input, in: wire.NewReader(input), done: make(chan struct{}), hello: &wire.FromKernel{},
+	sock, err := readable.TakeOver(conn)
+	if err != nil {
+		return err
+	}
+	defer sock.Close()
+	stop := context.AfterFunc(m.ctx, func() { sock.Close() })
+	defer stop()
+	l := &link{m: m, number: number, sock: sock, in: wire.NewReader(sock), done: make(chan struct{}), hello: &wire.FromKernel{},
 		changes: map[string]*change{}, interrupts: map[int64]chan string{}, calls: map[int64]context.CancelFunc{}}
 	l.room.L = &l.mu
-	silent := time.AfterFunc(helloTimeout, shut)
+	silent := time.AfterFunc(helloTimeout, func() { sock.Close() })
 	if err := l.in.Next(l.hello); err != nil {
 		return fmt.Errorf("no hello: %w", err)
 	}
@@ -434,16 +425,7 @@ func (l *link) sendLocked(msg any) {
 		return
 	}
 	if !l.writing {
-		n := 0
-		_ = l.raw.Write(func(fd uintptr) bool {
-			// Raw: see rpc.Conn.sendNow.
-			r, _, e := unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&line[0])), uintptr(len(line)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
-			if e == 0 { // else the goroutine meets the error again
-				n = int(r)
-			}
-			return true
-		})
-		if line = line[n:]; len(line) == 0 {
+		if line = line[l.sock.TrySend(line):]; len(line) == 0 {
 			return
 		}
 		l.writing = true
@@ -466,7 +448,7 @@ func (l *link) writeOut() {
 			return
 		}
 		l.mu.Unlock()
-		if _, err := l.sock.Write(data); err != nil {
+		if _, err := l.sock.Send(context.Background(), data, nil); err != nil {
 			l.close()
 		}
 	}
@@ -484,7 +466,6 @@ func (l *link) flushOut() {
 // close ends the connection; the reader then returns.
 func (l *link) close() {
 	l.sock.Close()
-	l.input.Close()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {

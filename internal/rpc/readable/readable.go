@@ -2,7 +2,8 @@
 //
 // Go's own poller asks for room to write as well, so a process that has sent something is
 // woken once more when its peer reads that. Here the descriptors are in an epoll instance
-// of their own, which asks for input only, and the poller watches that one.
+// of their own, which asks for input only, and the poller watches that one. A Socket asks
+// for room only while it has something to send that does not fit.
 //
 // Whoever waits reads, without blocking and by raw system calls: those do not tell the
 // scheduler, which would wake its monitor thread for a call that never waits.
@@ -11,10 +12,8 @@ package readable
 import (
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"syscall"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -27,13 +26,15 @@ type Set struct {
 
 // New makes a set. A descriptor that cannot be waited for, as a regular file, is left
 // out: it always has input.
-func New(fds ...int) (*Set, error) {
+func New(fds ...int) (*Set, error) { return newSet(unix.EPOLLIN|unix.EPOLLRDHUP, fds...) }
+
+func newSet(events uint32, fds ...int) (*Set, error) {
 	ep, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {
 		return nil, os.NewSyscallError("epoll_create1", err)
 	}
 	for _, fd := range fds {
-		err := unix.EpollCtl(ep, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLRDHUP, Fd: int32(fd)})
+		err := unix.EpollCtl(ep, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: events, Fd: int32(fd)})
 		if err != nil && !errors.Is(err, unix.EPERM) {
 			unix.Close(ep)
 			return nil, fmt.Errorf("epoll_ctl of descriptor %d: %w", fd, err)
@@ -62,57 +63,3 @@ func (s *Set) Wait(try func() bool) error {
 
 // Close ends a Wait. The descriptors stay open.
 func (s *Set) Close() error { return s.file.Close() }
-
-// Socket reads a stream socket.
-type Socket struct {
-	*Set
-	sock syscall.RawConn
-}
-
-// NewSocket makes a reader of a socket that stays its owner's. Close, after the socket
-// was closed, ends a Read.
-func NewSocket(sock syscall.RawConn) (*Socket, error) {
-	var set *Set
-	var err error
-	if e := sock.Control(func(fd uintptr) { set, err = New(int(fd)) }); e != nil {
-		return nil, e
-	}
-	if err != nil {
-		return nil, err
-	}
-	return &Socket{set, sock}, nil
-}
-
-// Read implements io.Reader.
-func (s *Socket) Read(b []byte) (n int, err error) {
-	closed := s.Wait(func() (done bool) {
-		e := s.sock.Control(func(fd uintptr) {
-			for {
-				got, _, e := unix.RawSyscall6(unix.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)), unix.MSG_DONTWAIT, 0, 0)
-				switch e {
-				case unix.EINTR:
-					continue
-				case unix.EAGAIN:
-					return
-				case 0:
-					n = int(got)
-				default:
-					err = os.NewSyscallError("recvfrom", e)
-				}
-				done = true
-				return
-			}
-		})
-		if e != nil {
-			err, done = e, true
-		}
-		return done
-	})
-	if err == nil {
-		err = closed
-	}
-	if err == nil && n == 0 {
-		err = io.EOF
-	}
-	return n, err
-}

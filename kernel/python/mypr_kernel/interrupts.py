@@ -69,6 +69,48 @@ def install() -> None:
         _signal.set_wakeup_fd(other, warn_on_full_buffer=False)
 
 
+# Handlers of cells do not run while the main thread is at the kernel's connection.
+deferring = False
+deferred: list[tuple[Any, int, Any]] = []
+
+
+def guard(signal: Any) -> None:
+    """The signal module was imported: handlers that cells install wait while ``deferring``."""
+    import functools
+
+    set_handler, get_handler = signal.signal, signal.getsignal
+
+    def original(handler: Any) -> Any:
+        return getattr(handler, "_mypr_handler", handler)
+
+    @functools.wraps(set_handler)
+    def guarded(signalnum: Any, handler: Any) -> Any:
+        if not callable(handler):
+            return original(set_handler(signalnum, handler))
+
+        def unless_deferring(number: int, frame: FrameType | None) -> None:
+            if deferring:
+                deferred.append((handler, number, frame))
+            else:
+                handler(number, frame)
+
+        setattr(unless_deferring, "_mypr_handler", handler)  # noqa: B010
+        return original(set_handler(signalnum, unless_deferring))
+
+    @functools.wraps(get_handler)
+    def getsignal(signalnum: Any) -> Any:
+        return original(get_handler(signalnum))
+
+    signal.signal, signal.getsignal = guarded, getsignal
+
+
+def handle_deferred() -> None:
+    """Run the handlers that had to wait. Called on the main thread."""
+    while deferred:
+        handler, number, frame = deferred.pop(0)
+        handler(number, frame)
+
+
 def leave() -> None:
     """In a forked child: signals mean what they mean in any program."""
     _signal.set_wakeup_fd(-1)

@@ -158,6 +158,7 @@ class Kernel:
         hooks.after("asyncio", self._asyncio_imported)
         hooks.after("threading", _remember_threads)
         hooks.after("linecache", lambda _: self.sources.publish_all())
+        hooks.after("signal", interrupts.guard)
         hooks.after("getpass", _refuse_passwords)
         hooks.after("matplotlib", self._matplotlib_imported)
         hooks.install()
@@ -211,19 +212,28 @@ class Kernel:
             os._exit(1)
 
     def _run_without_loop(self) -> None:
-        poll = select.poll()
-        poll.register(self._inbox_fd, select.POLLIN)
+        epoll = descriptors.epoll()
+        epoll.register(self._inbox_fd, select.EPOLLIN | select.EPOLLET)
+        self.link.attach(epoll)
         patience = IDLE_AFTER_START
-        while self.loop is None and self._exit is None:
-            self.turn.end()
-            ready = poll.poll(int(patience * 1000))
-            self.turn.begin()
-            if not ready:
-                self._make_loop()
-                continue
-            os.eventfd_read(self._inbox_fd)
-            if self.take_inbox():
-                patience = IDLE_AFTER_CELL
+        try:
+            while self.loop is None and self._exit is None:
+                self.link.waits(True)
+                self.turn.end()
+                ready = epoll.poll(0 if self.inbox else patience)
+                self.turn.begin()
+                for fd, _ in ready:
+                    if fd != self._inbox_fd:
+                        self.link.take(fd)
+                self.link.waits(False)
+                if not ready and not self.inbox:
+                    self._make_loop()
+                elif self.take_inbox():
+                    patience = IDLE_AFTER_CELL
+        finally:
+            if self.loop is None:  # else it has its own
+                self.link.attach(None)
+            epoll.close()
 
     def _wake_main(self) -> None:
         try:
@@ -281,7 +291,9 @@ class Kernel:
 
         from . import loop as loops
 
-        self.loop = loop = loops.make(self.turn, self.log, self._inbox_fd, self.inbox, self.take_inbox)
+        self.loop = loop = loops.make(
+            self.turn, self.link, self.log, self._inbox_fd, self.inbox, self.take_inbox
+        )
         loop.call_later(IPYTHON_AFTER, self.load_ipython)
         loop.call_later(IPYTHON_AFTER, environment.hold_sources)
         cell = current.get()

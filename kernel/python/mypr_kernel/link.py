@@ -1,9 +1,14 @@
-"""The I/O thread: the kernel's connection to the manager, which it keeps for ever.
+"""The kernel's connection to the manager, which it keeps for ever, and the I/O thread.
 
-It alone touches the socket, the read ends of the captured descriptors and the notify
-socket. It waits in one epoll for those and for an eventfd by which others wake it, with a
-timeout only while something has a deadline: a reconnect, a watchdog ping, a look at a loop
-that was seen working, an unanswered interrupt. With nothing to do it never wakes.
+The I/O thread waits in one epoll for the socket, the read ends of the captured descriptors
+and an eventfd by which others wake it, with a timeout only while something has a deadline:
+a reconnect, a watchdog ping, a look at a loop that was seen working, an unanswered
+interrupt, output that may get company. With nothing to do it never wakes.
+
+Handing a message from one thread to the other takes longer than a short cell. So the main
+thread sends what it has put before it waits, and while it waits it is the one that reads:
+cells, and the answers to its calls. Everything else it leaves to the I/O thread, as it does
+all connecting. A lock says which of the two is at it.
 
 Connecting succeeds while no manager runs (the supervisor listens; the connection waits in
 the backlog). If the socket's path is gone or its backlog full, it tries again after 50 ms,
@@ -37,11 +42,12 @@ if TYPE_CHECKING:
 
 RECONNECT_FIRST, RECONNECT_MAX = 0.05, 5.0  # seconds
 MAX_FAILURES = 3  # of the I/O thread's turns, in a row
-LINGER = 0.001  # seconds: how long output waits for more of it
+LINGER = 0.02  # seconds: how long output waits for more of it
 BATCH = 256 << 10  # bytes joined for one send
 RECEIVE = 64 << 10  # bytes; from 128 KiB on malloc maps and unmaps pages for each buffer
 
 TERMINAL = ("succeeded", "failed", "cancelled")
+FOR_MAIN = ("execute", "ack", "call_result")  # messages that the main thread handles itself
 
 
 class Frame:
@@ -68,7 +74,8 @@ class Call:
 
 
 class Link:
-    """The I/O thread and its state. Only that thread touches the underscored attributes.
+    """The connection and the I/O thread. The underscored attributes are touched with the
+    lock held, which the I/O thread lets go of only to wait.
 
     ``post(kind, value)`` passes to the main thread, which ``wake_main()`` then wakes:
     ``execute`` with a Cell, ``interrupt`` with an interrupts.Request, ``result`` with
@@ -97,8 +104,14 @@ class Link:
         self._post = post
         self._wake_main = wake_main
         self._posted = False  # something that the main thread was not woken for
-        self._linger = False  # output was framed, or a cell came: there may be more at once
+        self._linger = False  # a cell came: there may be output at once
+        self._lock = allocate_lock()
+        self._main_epoll: select.epoll | None = None  # of the event loop
+        self._main_waits = False  # and it reads the socket
+        self._left: list[dict[str, Any]] = []  # messages that the main thread has read and left
+        self._left_child = False  # in a forked child
         self._outbox = outbox
+        outbox.deliver = self.deliver
         self._captured = {c.fd: c for c in captured}
         self._log = log
         self._notifier = notifier
@@ -142,6 +155,7 @@ class Link:
 
     def after_fork(self) -> None:
         """In a forked child: let go of what must end with the kernel."""
+        self._left_child = True
         fds = [self._signals, interrupts.wakeup_fd, *self._captured]
         if self._socket is not None:
             fds.append(self._socket.detach())
@@ -167,6 +181,8 @@ class Link:
             raise ValueError(f"{fields['method']}: the parameters are over the limit of 32 MiB")
         call = Call(line, idempotent, gate)
         self._outbox.message({"type": "call", "id": ident, "call": call})
+        if gate is not None:  # nobody waits in the loop, which would send it
+            self._outbox.flush()
         return call
 
     def cancel_call(self, ident: int) -> None:
@@ -177,15 +193,96 @@ class Link:
         """See to it that what was written to fd 1 and 2 until now goes to the cells that
         run now. The main thread calls it before that changes: the I/O thread lags behind."""
         if self._pipes.poll(0, 2):
-            done = allocate_lock()
-            done.acquire()
-            self._outbox.message({"type": "settle", "done": done})
-            done.acquire(timeout=1.0)
+            self._enter()
+            try:
+                self._frame_all()
+                self._drain_pipes()
+            finally:
+                self._leave()
+
+    # -- the main thread -------------------------------------------------------
+
+    def _enter(self) -> None:
+        """On the main thread signal handlers of cells wait until ``_leave``: they may raise,
+        and what is half done here would be lost."""
+        if get_ident() == self.main_thread:
+            interrupts.deferring = True
+        self._lock.acquire()
+        self._outbox.holder = get_ident()
+
+    def _leave(self) -> None:
+        self._outbox.holder = 0
+        self._lock.release()
+        if get_ident() == self.main_thread:
+            interrupts.deferring = False
+
+    def deliver(self) -> bool:
+        """Send what was put, if this is the main thread and nobody else is at it."""
+        if get_ident() != self.main_thread or self._left_child or self._outbox.holder:
+            return False
+        self._enter()
+        try:
+            self._frame_all()
+            self._send()
+        except BaseException as e:
+            self._upset(e)
+        finally:
+            self._leave()
+        interrupts.handle_deferred()
+        return True
+
+    def attach(self, epoll: select.epoll | None) -> None:
+        """From now on the main thread waits in this epoll, or in none, when it has nothing to do."""
+        self._enter()
+        try:
+            self._main_epoll = epoll
+            self._main_waits = False
+            self._watch_socket()
+            if self._socket is not None and epoll is not None:
+                epoll.register(self._socket.fileno(), select.EPOLLIN)
+        finally:
+            self._leave()
+
+    def waits(self, waits: bool) -> None:
+        """The main thread is about to wait, or goes on: who reads the socket meanwhile."""
+        if self._left_child:
+            return
+        self._enter()
+        try:
+            self._main_waits = waits
+            self._watch_socket()
+        except BaseException as e:
+            self._upset(e)
+        finally:
+            self._leave()
+        interrupts.handle_deferred()
+
+    def take(self, fd: int) -> None:
+        """Read messages: the main thread's wait has ended, and ``fd`` is readable."""
+        self._enter()
+        try:
+            if self._socket is not None and self._socket.fileno() == fd:
+                self._receive(main=True)
+                self._posted = False  # to the main thread, which is here
+        except BaseException as e:
+            self._upset(e)
+        finally:
+            self._leave()
+        interrupts.handle_deferred()
+
+    def _upset(self, error: BaseException) -> None:
+        """An exception in the main thread while it was at the connection (descriptors that
+        cells have closed, no memory): begin the connection anew, which repeats what was not
+        acknowledged. What was put and not framed cannot be told again."""
+        if self._framing:
+            self._log.line(f"the kernel was interrupted while it sent events ({error!r}): it ends")
+            os._exit(1)
+        self._disconnect()
 
     # -- the thread ------------------------------------------------------------
 
     def _main(self) -> None:
-        self._outbox.io_thread = get_ident()
+        self._enter()
         self._notifier.send("READY=1\nSTATUS=ready")
         self._connect()
         failures = 0  # in a row
@@ -218,6 +315,9 @@ class Link:
 
     def _turn_once(self) -> None:
         done = self._done  # looked at before framing: what was put before it is framed now
+        left, self._left = self._left, []
+        for message in left:
+            self._handle(message)
         self._frame_all()
         self._do_due()
         self._send()
@@ -225,7 +325,7 @@ class Link:
             self._done = None
             done.release()
         self._pause_captured(self._outbox.full())
-        linger, self._linger = self._linger, False
+        linger, self._linger = self._linger or self._outbox.touched, False
         if not self._outbox.sleep(linger):
             timeout: float | None = 0.0
         elif linger:
@@ -236,7 +336,11 @@ class Link:
             # Last of all, as the two threads then contend for the interpreter lock.
             self._posted = False
             self._wake_main()
-        ready = self._epoll.poll(timeout)
+        self._leave()
+        try:
+            ready = self._epoll.poll(timeout)
+        finally:
+            self._enter()
         self._outbox.awake()
         for fd, mask in ready:
             if fd == self._wake_fd:
@@ -250,7 +354,7 @@ class Link:
             elif self._socket is not None and fd == self._socket.fileno():
                 if mask & select.EPOLLOUT:
                     self._writable = True
-                    self._epoll.modify(fd, select.EPOLLIN)
+                    self._watch_socket()
                 if mask & ~select.EPOLLOUT:
                     self._receive()
 
@@ -307,19 +411,19 @@ class Link:
 
     # -- framing ---------------------------------------------------------------
 
-    def _frame_all(self) -> bool:
-        """Frame what was put. Whether the main thread was held up meanwhile (``settle``)."""
-        settled = False
+    _framing = False  # something was taken off the outbox
+
+    def _frame_all(self) -> None:
+        """Frame what was put."""
+        self._framing = True
         for item in self._outbox.take():
             if type(item) is Chunk:
-                self._linger = True
                 self._frame_chunk(item)
             elif type(item) is Event:
                 self._frame_event(item)
             elif type(item) is Message:
-                settled |= item.fields["type"] == "settle"
                 self._frame_message(item.fields)
-        return settled
+        self._framing = False
 
     def _frame_chunk(self, chunk: Chunk) -> None:
         text = "".join(chunk.parts)
@@ -370,9 +474,6 @@ class Link:
             if self._welcomed:
                 call.sent = True
                 self._queue.append(call.line)
-        elif fields["type"] == "settle":
-            self._drain_pipes()
-            fields["done"].release()
         elif fields["type"] == "cancel_call":
             call = self._calls.pop(fields["id"], None)
             if call is not None and call.sent:
@@ -389,12 +490,10 @@ class Link:
     def _read_pipes(self) -> None:
         """Read what is there, for the cells that run now: the main thread is ahead of this
         one, but it waits (``settle``) before it begins or ends a cell while something is
-        in the pipes. So with something in them, all it has put is framed first; if it was
-        waiting, it has gone on since, and it is a new situation."""
-        while self._pipes.poll(0, 2):
-            if not self._frame_all():
-                self._drain_pipes()
-                return
+        in the pipes. So with something in them, all it has put is framed first."""
+        if self._pipes.poll(0, 2):
+            self._frame_all()
+            self._drain_pipes()
 
     def _drain_pipes(self) -> None:
         for fd, _ in self._pipes.poll(0, 2):
@@ -458,6 +557,8 @@ class Link:
         self._queue.clear()
         self._writable = True
         self._epoll.register(sock.fileno(), select.EPOLLIN)
+        if self._main_epoll is not None:
+            self._main_epoll.register(sock.fileno(), select.EPOLLIN)
         self._frame_all()
         first = self._events[0].seq if self._events else self._next_seq
         hello = self._hello()
@@ -472,20 +573,31 @@ class Link:
         )
         self._queue.append(wire.encode(hello))
 
+    def _watch_socket(self) -> None:
+        """What the I/O thread waits for at the socket."""
+        if self._socket is not None:
+            mask = (0 if self._main_waits else select.EPOLLIN) | (0 if self._writable else select.EPOLLOUT)
+            self._epoll.modify(self._socket.fileno(), mask)
+
     def _disconnect(self) -> None:
         if self._socket is None:
             return
         try:
             self._epoll.unregister(self._socket.fileno())
+            if self._main_epoll is not None:
+                self._main_epoll.unregister(self._socket.fileno())
             self._socket.close()
         except OSError:  # a cell has closed the descriptor: the number is not ours any more
             self._socket.detach()
         self._socket = None
         self._welcomed = False
         self._queue.clear()
+        self._left.clear()
         # At once: the supervisor holds the listening socket.
         self._reconnect_at = time.monotonic()
         self._watch.asker_gone()
+        if get_ident() == self.main_thread:
+            os.eventfd_write(self._wake_fd, 1)
 
     def _send(self) -> None:
         while self._socket is not None and self._writable:
@@ -497,7 +609,7 @@ class Link:
                 self._sent += self._socket.send(memoryview(self._batch)[self._sent :])
             except BlockingIOError:
                 self._writable = False
-                self._epoll.modify(self._socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
+                self._watch_socket()
             except OSError:
                 self._disconnect()
 
@@ -513,7 +625,7 @@ class Link:
             size += len(line)
         return b"".join(lines)
 
-    def _receive(self) -> None:
+    def _receive(self, main: bool = False) -> None:
         assert self._socket is not None
         try:
             data = self._socket.recv(RECEIVE)
@@ -530,7 +642,13 @@ class Link:
                 line = b"".join(self._inbox) + line
                 self._inbox, self._inbox_size = [], 0
             try:
-                self._handle(wire.decode(line))
+                message = wire.decode(line)
+                if not main or (not self._left and message["type"] in FOR_MAIN):
+                    self._handle(message)
+                else:
+                    if not self._left:
+                        os.eventfd_write(self._wake_fd, 1)
+                    self._left.append(message)
             except (ValueError, KeyError, TypeError) as e:
                 self._log.line(f"bad message of the manager: {e!r}: {line[:200]!r}; connecting again")
                 self._disconnect()

@@ -8,6 +8,7 @@ import selectors
 import socket
 import sys
 from _thread import get_ident
+from math import ceil
 
 from . import descriptors
 from .cells import Cell, current
@@ -19,20 +20,22 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .capture import Log
+    from .link import Link
     from .turn import Turn
 
 
 class Selector(selectors.EpollSelector):
-    """Tells the I/O thread when the loop waits and when it works, and takes what that
-    thread has passed on as soon as the wait is over: the first step of a new cell is then
-    in this turn of the loop. A reader callback would cost one more turn.
+    """Tells the I/O thread when the loop waits and when it works, reads the kernel's socket
+    while it waits, and takes what was passed on as soon as the wait is over: the first step
+    of a new cell is then in this turn of the loop. A reader callback would cost one more turn.
     """
 
     def __init__(
-        self, turn: Turn, inbox_fd: int, inbox: deque[Any], take_inbox: Callable[[], object]
+        self, turn: Turn, link: Link, inbox_fd: int, inbox: deque[Any], take_inbox: Callable[[], object]
     ) -> None:
         super().__init__()
         self._turn = turn
+        self._link = link
         self._inbox = inbox
         self._take_inbox = take_inbox
         # Edge-triggered: it ends the wait and need not be read.
@@ -40,15 +43,46 @@ class Selector(selectors.EpollSelector):
         low.close()
         epoll = self._selector = descriptors.epoll()
         epoll.register(inbox_fd, select.EPOLLIN | select.EPOLLET)
+        self._inbox_fd = inbox_fd
+        self._poll = epoll.poll
+        self._keys: dict[int, selectors.SelectorKey] = getattr(self, "_fd_to_key")  # noqa: B009
+        link.attach(epoll)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        # As in the class above, but for what is not in its map.
+        link = self._link
+        if self._inbox:  # an exception kept it from being taken
+            timeout = 0
+        waits = timeout is None or timeout > 0
+        events: list[tuple[int, int]] = []
+        if waits:
+            link.waits(True)  # before anything is sent: the answer to it is not for the other thread
         self._turn.end()
         try:
-            return super().select(timeout)
+            if timeout is not None:  # milliseconds, rounded up: timers must not be early
+                timeout = ceil(max(timeout, 0.0) * 1e3) * 1e-3
+            events = self._poll(timeout, len(self._keys) + 2)
+        except InterruptedError:
+            pass
         finally:
             self._turn.begin()
-            if self._inbox:
-                self._take_inbox()
+            if waits and not events:
+                link.waits(False)
+        ready: list[tuple[selectors.SelectorKey, int]] = []
+        for fd, event in events:
+            key = self._keys.get(fd)
+            if key is not None:
+                kind = selectors.EVENT_WRITE if event & ~select.EPOLLIN else 0
+                if event & ~select.EPOLLOUT:
+                    kind |= selectors.EVENT_READ
+                ready.append((key, kind & key.events))
+            elif fd != self._inbox_fd:
+                link.take(fd)
+        if waits and events:
+            link.waits(False)
+        if self._inbox:
+            self._take_inbox()
+        return ready
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -101,9 +135,11 @@ class _Attributed:
                 thread._mypr_cell = before
 
 
-def make(turn: Turn, log: Log, inbox_fd: int, inbox: deque[Any], take_inbox: Callable[[], object]) -> Loop:
+def make(
+    turn: Turn, link: Link, log: Log, inbox_fd: int, inbox: deque[Any], take_inbox: Callable[[], object]
+) -> Loop:
     """The loop of the main thread. ``take_inbox`` is called when ``inbox_fd`` has woken it."""
-    loop = Loop(Selector(turn, inbox_fd, inbox, take_inbox))
+    loop = Loop(Selector(turn, link, inbox_fd, inbox, take_inbox))
 
     def on_exception(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # Not through logging, which would print into whatever cell happens to run.

@@ -21,6 +21,7 @@ from . import interrupts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from .cells import Cell
@@ -82,7 +83,9 @@ class Outbox:
         # Reentrant: the garbage collector may run a user's __del__ that prints in the middle
         # of anything below. Nothing is lost then; a count may come out a little low.
         self.lock = _thread.RLock()
-        self.io_thread = 0  # its identity: it must not wait for itself
+        self.holder = 0  # the thread that is at the connection: it must not wait for itself
+        self.deliver: Callable[[], bool] | None = None  # sends what was put at once, or says that it cannot
+        self.touched = False  # something was put since the I/O thread last slept
         self._items: deque[Chunk | Event | Message] = deque()
         self._tail: Chunk | None = None  # the last item, when it may still grow
         self._pending = 0  # characters and costs of _items
@@ -122,6 +125,7 @@ class Outbox:
                 self._tail = tail = Chunk(cell, stream, text)
                 self._items.append(tail)
             self._pending += length
+            self.touched = True
             if output > self.output_bytes:
                 self._truncate(cell)
             # Line by line, as to a terminal: print() writes its text and its newline apart.
@@ -199,13 +203,14 @@ class Outbox:
         self._put(Event(cell, {"event": "truncated"}, 200))
 
     def _rouse(self) -> None:
+        self.touched = True
         if self._asleep:
             self._asleep = self._waiting = False
             eventfd_write(self._wake_fd, 1)
 
     def wait(self) -> None:
         """Wait until the ring has room. An interrupt of the caller's cell ends the wait."""
-        if _thread.get_ident() == self.io_thread:
+        if _thread.get_ident() == self.holder:
             return
         gate = _thread.allocate_lock()
         gate.acquire()
@@ -219,7 +224,7 @@ class Outbox:
     def flush(self) -> None:
         """What was put should be sent now: the main thread has nothing more to do, or
         somebody asks for it."""
-        if self._waiting and self._items:
+        if self._items and not (self.deliver is not None and self.deliver()) and self._waiting:
             self._asleep = self._waiting = False
             eventfd_write(self._wake_fd, 1)
 
@@ -266,11 +271,13 @@ class Outbox:
         """Whether the I/O thread may wait: nothing was put.
 
         From here a put wakes it. If it only lingers (and so comes back by itself in a
-        millisecond), a put does not, only ``flush`` does: two threads that take the
-        interpreter lock from each other at every event are slow.
+        moment), a put does not, only ``flush`` does: two threads that take the interpreter
+        lock from each other at every event are slow.
         """
         with self.lock:
             self._waiting = not self._items
+            if self._waiting:
+                self.touched = False
             self._asleep = self._waiting and not linger
             return self._waiting
 

@@ -258,3 +258,35 @@ def test_a_forked_child_that_fails_says_so(kernel: Kernel) -> None:
         if ending == "1 / 0":
             assert "ZeroDivisionError" in cell.text("stderr", raw=True)
         assert cell.state == "succeeded"
+
+
+def test_signal_handlers_are_what_cells_have_set(kernel: Kernel) -> None:
+    """Although they wait while the kernel is at its connection."""
+    code = (
+        "import signal\ndef handler(*_): raise TimeoutError('too late')\n"
+        "before = signal.signal(signal.SIGALRM, handler)\n"
+        "assert signal.getsignal(signal.SIGALRM) is handler\n"
+        "try:\n    signal.raise_signal(signal.SIGALRM)\nexcept TimeoutError as e:\n    print(e)\n"
+        "assert signal.signal(signal.SIGALRM, signal.SIG_DFL) is handler\n"
+        "(before, signal.getsignal(signal.SIGALRM), signal.getsignal.__name__)"
+    )
+    cell = kernel.run(code)
+    assert cell.text() == "too late\n"
+    assert cell.result == "(<Handlers.SIG_DFL: 0>, <Handlers.SIG_DFL: 0>, 'getsignal')"
+
+
+def test_signals_while_cells_come_and_go(kernel: Kernel) -> None:
+    """An exception of a handler that meets the kernel itself loses no event and no cell."""
+    for more in ("", "import asyncio; await asyncio.sleep(0)"):
+        kernel.run(
+            f"import signal\n{more}\n"
+            "def late(*_): raise TimeoutError('too late')\n"
+            "signal.signal(signal.SIGALRM, late);"
+        )
+        for n in range(4):  # many of them in ten seconds end the kernel
+            exec_id = kernel.execute(f"{n}")
+            kernel.wait_state(exec_id)  # the signal then meets what follows
+            kernel.process.send_signal(signal.SIGALRM)
+            cell = kernel.cell(exec_id)
+            assert (cell.state, cell.result) == ("succeeded", str(n)) or "too late" in cell.error
+        kernel.run("signal.signal(signal.SIGALRM, signal.SIG_IGN);")
