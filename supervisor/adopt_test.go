@@ -20,6 +20,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"mypr/internal/rpc"
 	"mypr/supervisor"
 	"mypr/supervisor/cgroup"
@@ -40,6 +42,7 @@ type config struct {
 
 func init() {
 	roles["supervisor"] = func([]string) {
+		signal.Ignore(syscall.SIGXFSZ) // TestStateFileOnAFullDisk
 		if os.Getenv(ignoreVariable) != "" {
 			signal.Ignore(syscall.SIGHUP, syscall.SIGINT)
 		}
@@ -233,6 +236,50 @@ func TestAdoption(t *testing.T) {
 		}
 		o.must(o.c.ResetFailed(o.ctx, "j.service"))
 	})
+}
+
+// A disk that takes nothing must not cost what the state file says already, and it is
+// written again when the disk takes it.
+func TestStateFileOnAFullDisk(t *testing.T) {
+	svc := role("n.service", "notify")
+	svc.Service.Type, svc.WantedBy = spec.TypeNotify, []string{"default.target"}
+	o := startOuter(t, 2, true, svc)
+	before := o.untilState("n.service", "running")
+	limit := func(size uint64) {
+		o.must(unix.Prlimit(o.cmd.Process.Pid, unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: size, Max: unix.RLIM_INFINITY}, nil))
+	}
+	run := func(name string) {
+		r, files, err := o.c.StartTransient(o.ctx, control.TransientParams{Unit: shell(name, "exit 0")})
+		o.must(err)
+		for _, f := range files {
+			f.Close()
+		}
+		o.wait(name, r.Unit.InvocationID)
+	}
+	adopted := func() {
+		t.Helper()
+		o.kill()
+		o.launch()
+		if now := o.untilState("n.service", "running"); now.MainPID != before.MainPID || !now.Adopted {
+			t.Errorf("it was process %d, and is %d (adopted: %v)", before.MainPID, now.MainPID, now.Adopted)
+		}
+	}
+	limit(0) // as a full disk: nothing can be appended, nor written anew
+	run("a.service")
+	adopted()
+	limit(0)
+	run("b.service")
+	limit(unix.RLIM_INFINITY)
+	long := shell("c.service", "echo $$; exec sleep 1000")
+	out, _ := o.startLines(long)
+	out.next()
+	c := o.status("c.service")
+	adopted()
+	if now := o.status("c.service"); now.MainPID != c.MainPID || !now.Adopted {
+		t.Errorf("what was started when the disk had room again: %+v", now)
+	}
+	_, err := o.c.Stop(o.ctx, control.JobParams{Name: "c.service"})
+	o.must(err)
 }
 
 // What ended while no supervisor was there is noticed; how, is told only if it is known.

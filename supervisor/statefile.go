@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"mypr/supervisor/process"
 	"mypr/supervisor/spec"
 )
@@ -52,8 +54,17 @@ type stateFile struct {
 	defined map[string]*spec.Unit
 }
 
-// minRewrite keeps a small log from being written anew all the time.
-const minRewrite = 256 << 10
+// minRewrite keeps a small log from being written anew all the time. reserve is the room
+// on the disk that a log is given beyond its end, so that changes can still be written
+// when the disk is full.
+const (
+	minRewrite = 256 << 10
+	reserve    = 2 * minRewrite
+)
+
+// rewriteDelay is how long after the disk refused a state file is written again, if no
+// change comes first.
+const rewriteDelay = 10 * time.Second
 
 // snapshot writes everything as a new log.
 func (sf *stateFile) snapshot(b *bytes.Buffer, h header, units []*unit) error {
@@ -69,20 +80,27 @@ func (sf *stateFile) snapshot(b *bytes.Buffer, h header, units []*unit) error {
 	return nil
 }
 
-// rewrite puts a new log in place of the old one.
+// rewrite puts a new log in place of the old one, which stays if that fails.
 func (sf *stateFile) rewrite(h header, units []*unit) error {
 	var b bytes.Buffer
+	defined := sf.defined
 	if err := sf.snapshot(&b, h, units); err != nil {
+		sf.defined = defined
 		return err
 	}
 	tmp := sf.path + ".new"
 	f, err := os.OpenFile(tmp, os.O_RDWR|os.O_CREATE|os.O_TRUNC|os.O_APPEND, 0o600)
-	if err != nil {
-		return err
+	if err == nil {
+		if _, err = f.Write(b.Bytes()); err == nil {
+			err = os.Rename(tmp, sf.path)
+		}
+		if err != nil {
+			f.Close()
+			_ = os.Remove(tmp)
+		}
 	}
-	_, err = f.Write(b.Bytes())
-	if err = errors.Join(err, os.Rename(tmp, sf.path)); err != nil {
-		f.Close()
+	if err != nil {
+		sf.defined = defined
 		return err
 	}
 	if sf.f != nil {
@@ -90,6 +108,18 @@ func (sf *stateFile) rewrite(h header, units []*unit) error {
 	}
 	sf.f, sf.size = f, int64(b.Len())
 	sf.base = sf.size
+	_ = unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_KEEP_SIZE, sf.size, reserve) // where the file system can
+	return nil
+}
+
+// append adds lines to the log, all or none.
+func (sf *stateFile) append(lines []byte) error {
+	_, err := sf.f.Write(lines)
+	if err != nil {
+		_ = sf.f.Truncate(sf.size)
+		return err
+	}
+	sf.size += int64(len(lines))
 	return nil
 }
 
@@ -131,31 +161,46 @@ func (s *Supervisor) persist() {
 		s.gone = nil
 		return
 	}
+	gone, dirty := s.gone, s.dirty
+	s.gone, s.dirty = nil, map[*unit]struct{}{}
+	sf := s.file
+	if s.stateRetry != nil { // the log lacks more than this
+		s.writeState()
+		return
+	}
 	var b bytes.Buffer
 	var err error
-	for _, name := range s.gone {
-		delete(s.file.defined, name)
+	for _, name := range gone {
+		delete(sf.defined, name)
 		err = errors.Join(err, appendLine(&b, line{Gone: name}))
 	}
-	for u := range s.dirty {
+	for u := range dirty {
 		if s.units[u.name] == u {
-			err = errors.Join(err, s.file.appendUnit(&b, u))
+			err = errors.Join(err, sf.appendUnit(&b, u))
 		}
 	}
-	clear(s.dirty)
-	s.gone = s.gone[:0]
-	sf := s.file
 	if err == nil {
-		_, err = sf.f.Write(b.Bytes())
+		err = sf.append(b.Bytes())
 	}
-	sf.size += int64(b.Len())
-	if err != nil || sf.size > minRewrite && sf.size > 4*sf.base {
-		err = sf.rewrite(s.header(), s.sorted())
+	if err != nil {
+		s.writeState()
+	} else if sf.size > minRewrite && sf.size > 4*sf.base {
+		_ = sf.rewrite(s.header(), s.sorted()) // if not, the log is long, and whole
 	}
-	if err != nil && !s.stateFailed {
-		s.log.Error("cannot write the state file; a next supervisor could not adopt the units", "path", sf.path, "err", err)
+}
+
+// writeState writes the state file anew, again and again until that succeeds. Meanwhile
+// the one of before stands: what it says of other units than those that changed is true.
+func (s *Supervisor) writeState() {
+	err := s.file.rewrite(s.header(), s.sorted())
+	if err != nil && s.stateRetry == nil {
+		s.log.Error("cannot write the state file; a next supervisor could not adopt what is new", "path", s.file.path, "err", err)
 	}
-	s.stateFailed = err != nil
+	s.stateRetry.stop()
+	s.stateRetry = nil
+	if err != nil {
+		s.stateRetry = s.afterFunc(rewriteDelay, s.writeState)
+	}
 }
 
 func (s *Supervisor) header() header {

@@ -124,14 +124,14 @@ type Supervisor struct {
 	unsettled []*unit // whose state changed
 	calls     []func()
 
-	dirty       map[*unit]struct{}
-	gone        []string
-	stateFailed bool
-	replies     []func() // to be made when the state is on disk
-	cleanups    []func() // what nobody waits for: done after the replies
-	events      []control.UnitEvent
-	subs        map[*subscription]struct{}
-	recent      []control.UnitStatus // of unloaded units, for late waiters
+	dirty      map[*unit]struct{}
+	gone       []string
+	stateRetry *timer   // nil while the state file is true
+	replies    []func() // to be made when the state is on disk
+	cleanups   []func() // what nobody waits for: done after the replies
+	events     []control.UnitEvent
+	subs       map[*subscription]struct{}
+	recent     []control.UnitStatus // of unloaded units, for late waiters
 
 	readyWait map[string]bool
 	takesOver bool // units of an earlier supervisor
@@ -463,10 +463,7 @@ func (s *Supervisor) begin(before *saved) {
 	s.takesOver = before != nil
 	s.restore(before)
 	if s.file != nil {
-		if err := s.file.rewrite(s.header(), s.sorted()); err != nil {
-			s.log.Error("cannot write the state file; a next supervisor could not adopt the units", "path", s.file.path, "err", err)
-			s.file = nil
-		}
+		s.writeState()
 	}
 	old := s.takeReexecAnchor(before)
 	if s.up != nil {
@@ -706,6 +703,7 @@ func (s *Supervisor) cleanup() {
 	s.listener.Close()
 	_ = os.Remove(s.opt.ControlPath)
 	if s.file != nil {
+		s.stateRetry.stop()
 		if s.file.f != nil {
 			s.file.f.Close()
 		}
