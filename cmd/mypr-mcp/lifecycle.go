@@ -102,6 +102,9 @@ cells or jobs run, unless --force cancels them. Returns when everything is gone.
 var errStopTimeout = rpc.Errorf(rpc.CodeUnavailable, "the runtime did not end within %v", stopTimeout).
 	WithHint("mypr-mcp status shows what is left; mypr-mcp stop --force again")
 
+var errStopUnanswered = rpc.Errorf(rpc.CodeUnavailable, "the manager did not answer within %v", stopTimeout/3).
+	WithHint("mypr-mcp status says why, if it can; mypr-mcp stop --force ends the session without it")
+
 // stop ends the runtime and returns when the supervisor's process is gone.
 func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*stopReport, error) {
 	r := &stopReport{}
@@ -134,8 +137,11 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 	// called the stop off.
 	cl := asker(l)
 	defer cl.Close()
-	ask, cancel := context.WithTimeout(ctx, stopTimeout/3) // a manager that hangs must leave time for the shutdown
+	ask, cancel := context.WithTimeoutCause(ctx, stopTimeout/3, errStopUnanswered) // a manager that hangs must leave time for the shutdown
 	s, err := cl.Stop(ask, api.LifecycleParams{Force: force, Reason: "stop requested from the command line"})
+	if err != nil && context.Cause(ask) == errStopUnanswered {
+		err = errStopUnanswered
+	}
 	cancel()
 	switch {
 	case err == nil:

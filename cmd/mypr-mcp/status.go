@@ -94,11 +94,15 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		problem(rpc.Errorf(rpc.CodeConflict, "%s was deleted while the session runs: what it records now is lost when it ends", w.Root).
 			WithHint("save from Python what you need; then: mypr-mcp stop"))
 	}
+	hint := "read .mypr/manager.log; then, which keeps Python memory: mypr-mcp units restart manager"
 	for _, u := range r.Units {
 		if u.Name == "manager.service" && u.ActiveState == control.Failed { // a connect would only wait
 			problem(rpc.Errorf(rpc.CodeUnavailable, "the manager was given up: %s", u.Error).
 				WithHint("read .mypr/manager.log, mend it, then: mypr-mcp units start manager"))
 			return r, nil
+		}
+		if u.Name == "manager.service" && u.Frozen {
+			hint = "it is frozen: mypr-mcp thaw manager"
 		}
 	}
 	ask, cancel := context.WithTimeout(ctx, statusTimeout)
@@ -117,7 +121,10 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		return nil, ctx.Err()
 	}
 	if err != nil {
-		problem(rpc.Errorf(rpc.CodeUnavailable, "the manager does not answer: %v", err).WithHint("read .mypr/manager.log; then: mypr-mcp restart"))
+		if errors.Is(err, context.DeadlineExceeded) {
+			err = fmt.Errorf("no answer within %v", statusTimeout)
+		}
+		problem(rpc.Errorf(rpc.CodeUnavailable, "the manager does not answer: %v", err).WithHint("%s", hint))
 		return r, nil
 	}
 	r.ManagerAvailable = true

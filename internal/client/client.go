@@ -263,7 +263,7 @@ func (c *Client) overdue(ctx context.Context, q request, first time.Time, err er
 		return err
 	}
 	return rpc.Errorf(rpc.CodeUnavailable, "the manager did not answer %s within %s", q.method, time.Since(first).Round(100*time.Millisecond)).
-		WithHint("mypr-mcp status; mypr-mcp restart when it hangs")
+		WithHint("mypr-mcp status; mypr-mcp units restart manager when it hangs")
 }
 
 // acquire is a live connection. It joins an attempt that is under way, and makes one
@@ -310,7 +310,7 @@ func (c *Client) startDial(r right) *dialing {
 		l, err := c.dial(ctx, r)
 		if err != nil && c.ctx.Err() == nil && errors.Is(err, context.DeadlineExceeded) {
 			err = rpc.Errorf(rpc.CodeUnavailable, "no answer from the runtime within %s", connectTimeout).
-				WithHint("mypr-mcp status; mypr-mcp restart when it hangs")
+				WithHint("mypr-mcp status; mypr-mcp units restart manager when it hangs")
 		}
 		c.mu.Lock()
 		c.dialing = nil

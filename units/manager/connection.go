@@ -2,7 +2,6 @@ package manager
 
 import (
 	"context"
-	"errors"
 	"strconv"
 	"strings"
 	"sync"
@@ -51,6 +50,7 @@ type connection struct {
 
 	// The fields below are guarded by Manager.mu.
 	attached    bool
+	gone        bool // it has ended; what it sent just before may still be handled
 	id          string
 	kind        string
 	name        string
@@ -174,7 +174,7 @@ func (c *connection) ended() {
 	m := c.m
 	m.mu.Lock()
 	was := c.attached
-	c.attached = false
+	c.attached, c.gone = false, true
 	delete(m.conns, c)
 	var clientID string
 	if c.client != nil && c.client.conn == c {
@@ -189,7 +189,7 @@ func (c *connection) ended() {
 	ending := m.ending
 	m.mu.Unlock()
 	if rec != nil && rec.conn == c && !ending {
-		m.failRestart(rec, errors.New("whoever asked for it went away before it was done"))
+		m.failRestart(rec, errAskerGone)
 	}
 	if !was {
 		return

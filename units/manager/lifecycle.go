@@ -174,6 +174,9 @@ func (m *Manager) finishOrigin(r *run, err error, text, failed string) {
 	}
 }
 
+// errAskerGone refuses what only the connection that asked for it can complete or call off.
+var errAskerGone = rpc.Errorf(rpc.CodeUnavailable, "whoever asked for it went away before it was done")
+
 // stop prepares the end of the runtime: no more work is taken, with Force what runs is
 // ended. The caller then shuts the supervisor down; when its connection ends without
 // that, the runtime goes on.
@@ -182,6 +185,9 @@ func (c *connection) stop(_ context.Context, p api.LifecycleParams) (*api.StopRe
 	m.reserveTasks("the runtime is about to be stopped")
 	m.mu.Lock()
 	err := m.busy("stop")
+	if err == nil && c.gone { // its end would not be seen a second time
+		err = errAskerGone
+	}
 	if err == nil && !p.Force {
 		err = m.activeWork("stop", nil)
 	}
@@ -363,6 +369,9 @@ func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) 
 	}
 	m.mu.Lock()
 	err := m.busy("restart")
+	if err == nil && conn != nil && conn.gone {
+		err = errAskerGone
+	}
 	if err == nil && !p.Force && !p.KeepKernel {
 		err = m.activeWork("restart", origin)
 	}

@@ -977,6 +977,24 @@ func TestRestart(t *testing.T) {
 	w.restartRecord(r.ID, "succeeded")
 }
 
+// A request whose connection has ended before the manager came to it would begin what
+// nobody is left to complete or to call off.
+func TestLifecycleOfOneWhoIsGone(t *testing.T) {
+	w := newWorld(t)
+	p := w.client("calm-otter")
+	c := &connection{m: w.manager()}
+	c.ended()
+	if r, err := c.stop(t.Context(), api.LifecycleParams{}); err == nil {
+		t.Errorf("stop: %+v", r)
+	}
+	if r, err := c.m.restart(api.LifecycleParams{KeepKernel: true}, nil, c); err == nil {
+		t.Errorf("restart: %+v", r)
+	}
+	if x := p.run("print:x"); x.State != api.Succeeded {
+		t.Errorf("got %+v", x)
+	}
+}
+
 // restartRecord waits until the record says so.
 func (w *world) restartRecord(id, state string) (rec restartRecord) {
 	w.t.Helper()
