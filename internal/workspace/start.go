@@ -141,8 +141,11 @@ func (w *Workspace) Start(ctx context.Context, opts StartOptions) (*Location, er
 	defer lock.Close()
 	l, err := w.Discover(ctx)
 	var mute *Unreachable
-	if (errors.As(err, &mute) || l.ending()) && w.waitUnlocked(ctx) {
-		l, err = w.Discover(ctx)
+	if errors.As(err, &mute) || l.ending() {
+		w.waitUnlocked(ctx)
+		if ctx.Err() == nil { // also when it lives on: its sockets may have been made again
+			l, err = w.Discover(ctx)
+		}
 	}
 	var none *NotRunning
 	if !errors.As(err, &none) || none.Owner != "" {
@@ -161,18 +164,17 @@ func (w *Workspace) Start(ctx context.Context, opts StartOptions) (*Location, er
 	return l, nil
 }
 
-// waitUnlocked waits for the manager and the supervisor to be gone.
-func (w *Workspace) waitUnlocked(ctx context.Context) bool {
+// waitUnlocked waits for the manager and the supervisor to be gone, not for long.
+func (w *Workspace) waitUnlocked(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, lockGrace)
 	defer cancel()
 	for _, path := range []string{w.managerLock(), w.supervisorLock()} {
 		l, err := AcquireLock(ctx, path)
 		if err != nil {
-			return false
+			return
 		}
 		l.Close()
 	}
-	return true
 }
 
 // starterVariable tells the child what it inherited.
