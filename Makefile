@@ -24,7 +24,7 @@ GO_PACKAGES := ./...
 .PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-differential test-containers test-faults faults
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
 
 build: ## build bin/mypr-mcp
 	@mkdir -p bin

@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -120,6 +121,8 @@ type execution struct {
 	out    io.Writer      // where that went
 	open   bool           // it was of a result or a traceback, which ends with a line
 	told   bool           // the output said why the cell failed
+	// starting is what the cell was last said to wait for.
+	starting string
 }
 
 // interrupts turns the first Ctrl-C into an interrupt of the cell, once there is one,
@@ -162,8 +165,15 @@ func (e *execution) bind(ctx context.Context, id string) error {
 	}
 }
 
+// kernelStarting is the warning that says what a queued cell waits for. A new environment
+// takes its time: exec asks that often what is being done now.
+const (
+	kernelStarting = "kernel_starting"
+	startingWaitMS = 2000
+)
+
 func (e *execution) run(ctx context.Context, code string) error {
-	zero, wait := int64(0), int64(api.MaxWaitMS)
+	zero := int64(0)
 	budget := int64(api.MaxBytes)
 	r, err := e.client.Execute(ctx, api.ExecuteParams{Code: code, WaitMS: &zero, MaxBytes: &budget}, nil)
 	if err != nil {
@@ -176,7 +186,10 @@ func (e *execution) run(ctx context.Context, code string) error {
 		if api.Terminal(r.State) && !r.HasMore {
 			return e.outcome(r)
 		}
-		cursor := r.Cursor
+		cursor, wait := r.Cursor, int64(api.MaxWaitMS)
+		if slices.ContainsFunc(r.Warnings, func(w api.Warning) bool { return w.Code == kernelStarting }) {
+			wait = startingWaitMS
+		}
 		r, err = e.client.Poll(ctx, api.PollParams{ExecID: e.id, Cursor: &cursor, WaitMS: &wait, MaxBytes: &budget}, nil)
 		if err != nil {
 			return err
@@ -199,8 +212,11 @@ func (e *execution) print(r *api.ExecResult) {
 		e.event(ev)
 	}
 	for _, w := range r.Warnings {
-		if w.Code == "kernel_starting" {
-			e.note("%s", w.Text) // what the cell waits for; nothing is wrong
+		if w.Code == kernelStarting { // what the cell waits for; nothing is wrong
+			if w.Text != e.starting {
+				e.note("%s", w.Text)
+			}
+			e.starting = w.Text
 			continue
 		}
 		e.note("warning: %s", w.Text)

@@ -277,7 +277,11 @@ lost unless --keep-kernel keeps the kernel as it is.`,
 			if err != nil || c.json {
 				return err
 			}
-			_, err = fmt.Fprintf(c.stdout, "restarted: version %s, generation %s\n", r.NewVersion, r.NewGeneration)
+			memory := "Python memory is new" // its generation is that of the kernel which the next cell starts
+			if p.KeepKernel {
+				memory = "Python memory is kept"
+			}
+			_, err = fmt.Fprintf(c.stdout, "restarted: version %s, %s\n", r.NewVersion, memory)
 			return err
 		},
 	}

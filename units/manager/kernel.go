@@ -96,8 +96,11 @@ func (k *kernelState) plainReason() string {
 // progressText tells a queued cell what it waits for.
 func (k *kernelState) progressText() string {
 	text := "the Python kernel is " + k.phase
-	if k.phase == phaseNone || k.phase == phaseDown {
+	switch k.phase {
+	case phaseNone, phaseDown:
 		text = "the Python kernel is about to be started"
+	case phasePreparing:
+		text = "the Python environment is being prepared"
 	}
 	if k.detail != "" {
 		text += ": " + k.detail
