@@ -502,7 +502,11 @@ func (s *Supervisor) checkReady() {
 	var errs []error
 	for _, name := range slices.Sorted(maps.Keys(s.readyWait)) {
 		if u := s.units[name]; u != nil && !u.State.up() && (u.State != Dead || u.Result != resultSuccess) {
-			errs = append(errs, fmt.Errorf("%s is %s (%s): %s", name, u.State.Active(), u.Result, u.Error))
+			why := u.Error
+			if u.StatusText != "" {
+				why += "; it said: " + u.StatusText
+			}
+			errs = append(errs, fmt.Errorf("%s is %s (%s): %s", name, u.State.Active(), u.Result, why))
 		}
 	}
 	s.readyWait = nil

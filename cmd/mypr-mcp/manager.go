@@ -38,8 +38,15 @@ func (c *cli) managerCommand() *cobra.Command {
 
 // manager runs the session in this process. Its sockets, its control socket and its
 // working directory are the supervisor's doing.
-func (c *cli) manager(ctx context.Context) error {
+func (c *cli) manager(ctx context.Context) (err error) {
 	syscall.Umask(0o077)
+	defer func() {
+		if err != nil { // so that who waits for the session reads why, and not only that it failed
+			text, _, _ := strings.Cut(err.Error(), "\n")
+			_, _ = notify.Send("STATUS=" + text)
+			_ = notify.Barrier(5 * time.Second)
+		}
+	}()
 	runtime, kernelSocket, err := managerSockets()
 	if err != nil {
 		return err

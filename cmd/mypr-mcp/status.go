@@ -97,7 +97,7 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 	hint := "read .mypr/manager.log; then, which keeps Python memory: mypr-mcp units restart manager"
 	for _, u := range r.Units {
 		if u.Name == "manager.service" && u.ActiveState == control.Failed { // a connect would only wait
-			problem(rpc.Errorf(rpc.CodeUnavailable, "the manager was given up: %s", u.Error).
+			problem(rpc.Errorf(rpc.CodeUnavailable, "the manager was given up: %s", strings.TrimSuffix(u.Error+"; "+u.StatusText, "; ")).
 				WithHint("read .mypr/manager.log, mend it, then: mypr-mcp units start manager"))
 			return r, nil
 		}

@@ -334,3 +334,32 @@ func TestDamagedJournal(t *testing.T) {
 		t.Error("the damaged journal was changed")
 	}
 }
+
+// TestNewerRecords opens a session whose records a later version of the program wrote.
+func TestNewerRecords(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "1")
+	s.ok("stop")
+	f, err := os.OpenFile(filepath.Join(s.dir, ".mypr", "history.sqlite3"), os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	const userVersion = 60 // in the header, big-endian: https://www.sqlite.org/fileformat.html#user_version_number
+	old := make([]byte, 4)
+	if _, err := f.ReadAt(old, userVersion); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.WriteAt([]byte{0, 0, 1, 0}, userVersion); err != nil {
+		t.Fatal(err)
+	}
+	if out, code := s.cli("exec", "1"); code == 0 || !strings.Contains(out, "newer version of mypr-mcp") || !strings.Contains(out, "use that version") {
+		t.Errorf("exit status %d: %s", code, out)
+	}
+	if _, err := f.WriteAt(old, userVersion); err != nil {
+		t.Fatal(err)
+	}
+	if out := s.ok("exec", "6 * 7"); !strings.Contains(out, "42") {
+		t.Errorf("got %s", out)
+	}
+}
