@@ -153,12 +153,20 @@ func (s *Service) EndScope() {
 func (s *Service) StopRequested(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	// Not for one unit: what it takes are patterns, in which a backslash means something.
-	// The supervisor may reap the child before Wait does, so its status is no matter.
-	out, _ := exec.CommandContext(ctx, "systemctl", s.manager("list-jobs", "--no-legend", "--plain", "--full", "--no-pager")...).Output()
-	for line := range strings.Lines(string(out)) {
-		if f := strings.Fields(line); len(f) >= 3 && f[1] == s.Unit {
-			return f[2] == "stop"
+	for range 20 { // one that cannot answer at all must not be asked for ever
+		// Not for one unit: what it takes are patterns, in which a backslash means something.
+		out, err := exec.CommandContext(ctx, "systemctl", s.manager("list-jobs", "--plain", "--full", "--no-pager")...).Output()
+		for line := range strings.Lines(string(out)) {
+			if f := strings.Fields(line); len(f) >= 3 && f[1] == s.Unit {
+				return f[2] == "stop"
+			}
+		}
+		// The supervisor may reap the child before Wait does, so its status says nothing. What
+		// has answered has printed how many jobs there are. What has printed nothing was
+		// killed: the manager sends SIGTERM to the service's processes until it finds no new
+		// one, and the child is one.
+		if len(out) > 0 || errors.Is(err, exec.ErrNotFound) || ctx.Err() != nil {
+			break
 		}
 	}
 	return false

@@ -1,6 +1,8 @@
 package systemd
 
 import (
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -50,6 +52,32 @@ func TestFieldNames(t *testing.T) {
 	for key, want := range map[string]string{"unit": "MYPR_UNIT", "tier_reason": "MYPR_TIER_REASON", "a.b-ü": "MYPR_A_B__", strings.Repeat("x", 80): "MYPR_" + strings.Repeat("X", 59)} {
 		if got := fieldName(key); got != want {
 			t.Errorf("%q is %q, want %q", key, got, want)
+		}
+	}
+}
+
+// The manager's SIGTERM is for all processes of the service: it can hit the one that asks
+// it what the signal meant.
+func TestStopRequested(t *testing.T) {
+	for jobs, want := range map[string]bool{
+		`12 mypr@a\x20b.service stop running`:    true,
+		`12 mypr@a\x20b.service restart running`: false,
+		`12 mypr@other.service stop running`:     false,
+		``:                                       false,
+	} {
+		dir := t.TempDir()
+		script := "#!/bin/sh\nif mkdir " + dir + "/killed 2>/dev/null; then kill -TERM $$; fi\n" +
+			"cat <<'EOF'\nJOB UNIT TYPE STATE\n" + jobs + "\n1 jobs listed.\nEOF\n"
+		if err := os.WriteFile(filepath.Join(dir, "systemctl"), []byte(script), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+		s := &Service{Unit: `mypr@a\x20b.service`, user: true}
+		if got := s.StopRequested(t.Context()); got != want {
+			t.Errorf("%q: %v", jobs, got)
+		}
+		if _, err := os.Stat(filepath.Join(dir, "killed")); err != nil {
+			t.Error(err)
 		}
 	}
 }
