@@ -15,6 +15,7 @@ import (
 
 	"mypr/internal/api"
 	"mypr/internal/client"
+	"mypr/internal/config"
 	"mypr/internal/rpc"
 	"mypr/internal/workspace"
 	"mypr/supervisor/control"
@@ -333,6 +334,11 @@ func (c *cli) restart(ctx context.Context, w *workspace.Workspace, p api.Lifecyc
 	to, err := replacementFor(l)
 	if err != nil {
 		return nil, err
+	}
+	if to.version != "" { // else another place's files count, too
+		if _, _, err := config.Load(w.Root); err != nil { // what runs is worth more than what could not
+			return nil, err
+		}
 	}
 	if to.version == "" && !c.json {
 		fmt.Fprintf(c.stdout, "the runtime runs elsewhere (%v): it becomes the program installed there, %s\n", l.Place(), to.path)

@@ -171,8 +171,16 @@ func TestBrokenConfigurationIsNamed(t *testing.T) {
 	}
 	s.write(".mypr/config.toml", "[python]\nplain = true\n")
 	f.init("")
-	if f.must("1 + 1") != "2" {
+	if f.must("x = 1; x + 1") != "2" {
 		t.Error("mended, it does not run")
+	}
+	// Nor does a mistake cost what runs.
+	s.write(".mypr/config.toml", "[python]\nplain = 3\n")
+	if out, code := s.cli("restart"); code != 1 || !strings.Contains(out, "config.toml:2:") {
+		t.Errorf("restart with a broken config.toml: exit %d\n%s", code, out)
+	}
+	if f.must("x") != "1" {
+		t.Error("the restart was not refused before it began")
 	}
 }
 
