@@ -485,6 +485,9 @@ func (c *connection) page(r *run, cursor int64, budget int) (*answer, error) {
 		if e.State == api.Queued && m.kernel.phase != phaseReady {
 			a.Warnings = append(a.Warnings, api.Warning{Code: "kernel_starting", Text: m.kernel.progressText()})
 		}
+		if m.unit.Frozen && m.kernel.phase == phaseReady {
+			a.Warnings = append(a.Warnings, api.Warning{Code: "kernel_frozen", Text: "the Python kernel is frozen, and no cell runs before somebody thaws it: mypr-mcp thaw kernel"})
+		}
 		m.mu.Unlock()
 	}
 	return a, c.finishAnswer(a, p, total)

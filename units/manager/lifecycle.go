@@ -38,7 +38,11 @@ func (m *Manager) activeWork(op string, origin *run) error {
 	if len(shown) > 5 {
 		shown = shown[:5]
 	}
-	e := rpc.Errorf(api.CodeActiveWork, "%s: refused, there is active work: %d cells, tasks and jobs have not ended (%s)", op, n, strings.Join(shown, ", ")).
+	what := "cells, tasks and jobs have"
+	if n == 1 {
+		what = "cell, task or job has"
+	}
+	e := rpc.Errorf(api.CodeActiveWork, "%s: refused, there is active work: %d %s not ended (%s)", op, n, what, strings.Join(shown, ", ")).
 		WithHint("wait for them, interrupt them, or %s with force to cancel them", op)
 	e.Details = map[string]any{"executions": ids, "jobs": len(jobs)}
 	return e

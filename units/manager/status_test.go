@@ -40,6 +40,33 @@ func TestSilentKernel(t *testing.T) {
 	}
 }
 
+// Who waits for a cell of a frozen kernel is told so.
+func TestFrozenKernel(t *testing.T) {
+	w := newWorld(t)
+	p := w.client("calm-otter")
+	p.run("print:x")
+	busy := p.execute("gate:b print:end", 0)
+	w.sup.mu.Lock()
+	u := w.sup.status
+	u.Frozen = true
+	w.sup.setStatus(u)
+	w.sup.mu.Unlock()
+	m := w.manager()
+	w.until("frozen", func(*api.Status) bool {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		return m.unit.Frozen
+	})
+	x := p.poll(api.PollParams{ExecID: busy.ExecID, WaitMS: ptr(int64(0))})
+	if len(x.Warnings) != 1 || !strings.Contains(x.Warnings[0].Text, "mypr-mcp thaw kernel") {
+		t.Errorf("%+v", x.Warnings)
+	}
+	w.sup.current().open("b")
+	if x := p.finish(busy.ExecID); x.State != api.Succeeded || len(x.Warnings) != 0 {
+		t.Errorf("%+v", x)
+	}
+}
+
 func TestMeter(t *testing.T) {
 	var m meter
 	for i := range 1000 { // of which the last 512 count: 488..999 ms
