@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"os"
 	"runtime"
+	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -33,12 +34,14 @@ first tool call. The session goes on when this process ends.`,
 func (c *cli) serve(ctx context.Context, structured bool) error {
 	// A call goes through several goroutines, one after the other. On one processor each
 	// takes over where the last one stopped; on more, another thread is woken each time.
-	runtime.GOMAXPROCS(1)
+	// Changing that stops the world, for which the opening message does not wait.
+	oneProcessor := sync.OnceFunc(func() { runtime.GOMAXPROCS(1) })
 	log := slog.New(slog.NewTextHandler(c.stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	cl := client.New(client.Options{
 		// The workspace is looked at when a tool is called: a server whose directory
 		// is unusable must still answer its client's opening message.
 		Ensure: func(ctx context.Context) (string, error) {
+			oneProcessor()
 			w, err := c.workspace()
 			if err != nil {
 				return "", err

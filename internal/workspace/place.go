@@ -64,7 +64,9 @@ func (p Place) String() string {
 
 // containerID finds the id of a container in what its engine mounted over the network
 // files of /etc: ".../containers/ID/hostname", ".../overlay-containers/ID/userdata/hosts".
-var containerID = regexp.MustCompile(`containers/([0-9a-f]{64})/\S* /etc/(?:hostname|hosts|resolv\.conf) `)
+var containerID = sync.OnceValue(func() *regexp.Regexp {
+	return regexp.MustCompile(`containers/([0-9a-f]{64})/\S* /etc/(?:hostname|hosts|resolv\.conf) `)
+})
 
 // container names the container that the file system at root belongs to, by the marks
 // that engines leave. "" when there is none.
@@ -92,7 +94,7 @@ func container(root, host string) string {
 	}
 	if id == "" {
 		if b, err := os.ReadFile(filepath.Join(root, "proc/self/mountinfo")); err == nil {
-			if m := containerID.FindSubmatch(b); m != nil {
+			if m := containerID().FindSubmatch(b); m != nil {
 				id = string(m[1])
 			}
 		}
@@ -169,10 +171,10 @@ func brokenMount(socket string) string {
 
 // unescapeMount undoes the octal escapes of mountinfo (proc_pid_mountinfo(5)).
 func unescapeMount(s string) string {
-	return mountEscape.ReplaceAllStringFunc(s, func(m string) string {
+	return mountEscape().ReplaceAllStringFunc(s, func(m string) string {
 		n, _ := strconv.ParseUint(m[1:], 8, 8)
 		return string([]byte{byte(n)})
 	})
 }
 
-var mountEscape = regexp.MustCompile(`\\[0-7]{3}`)
+var mountEscape = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`\\[0-7]{3}`) })

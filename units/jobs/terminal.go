@@ -3,6 +3,7 @@ package jobs
 import (
 	"bytes"
 	"os"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -19,7 +20,8 @@ const (
 	window = 4 * ahead
 )
 
-var filling = bytes.Repeat([]byte{filler}, ahead)
+// filling is made when the first terminal is opened: most programs have none.
+var filling = sync.OnceValue(func() []byte { return bytes.Repeat([]byte{filler}, ahead) })
 
 // mapping is a piece of the output file in memory.
 type mapping struct {
@@ -45,7 +47,7 @@ func (m *mapping) close() {
 func (o *output) readTerminal(fd, most int) (n int, end, usable bool, err error) {
 	to := o.size + int64(min(most, ahead))
 	for at := max(o.filled, o.size); at < to; at = o.filled {
-		w, err := o.file.WriteAt(filling[:to-at], at)
+		w, err := o.file.WriteAt(filling()[:to-at], at)
 		o.filled = at + int64(w)
 		if err != nil {
 			return 0, false, true, err
