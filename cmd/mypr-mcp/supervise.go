@@ -216,7 +216,13 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 					return err
 				}
 			}
-			return w.RecordSupervisor(ctx, t.Instance, version(), origin)
+			err := w.RecordSupervisor(ctx, t.Instance, version(), origin)
+			if r, rerr := w.ReadRuntime(); err != nil && rerr == nil && r.Instance == t.Instance {
+				// As on a full disk. What the one before us wrote leads to the session too.
+				log.Warn("cannot record the supervisor", "error", err)
+				return nil
+			}
+			return err
 		},
 		Ready: func(err error) {
 			if err != nil && starter != nil {

@@ -363,6 +363,54 @@ func TestOverlay(t *testing.T) {
 	a.ok("stop")
 }
 
+// A full disk must not keep a supervisor from taking over, nor cost what it takes over.
+func TestFullDisk(t *testing.T) {
+	p := someone(t, "root")
+	disk := p.directory(t)
+	if err := unix.Mount("tmpfs", disk, "tmpfs", 0, "size=256m"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(disk, unix.MNT_DETACH) })
+	dir, filling := filepath.Join(disk, "work"), filepath.Join(disk, "filling")
+	err := os.MkdirAll(filepath.Join(dir, ".mypr"), 0o755)
+	if err == nil {
+		err = os.WriteFile(filepath.Join(dir, ".mypr", "config.toml"), []byte("[python]\nplain = true\n"), 0o644)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	host := p.host(t, dir)
+	t.Cleanup(func() { host.ok("stop", "--force") })
+	host.ok("exec", "x = 'kept'")
+	if out, err := p.script("/", "! cat /dev/zero 2>/dev/null > '"+filling+"'"); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	before := host.status().Supervisor
+	if before == nil {
+		t.Fatal("no supervisor")
+	}
+	for range 2 { // the second one finds what the first has written, or not
+		if err := unix.Kill(before.PID, unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		for began := time.Now(); ; {
+			if now := host.status().Supervisor; now != nil && now.PID != before.PID {
+				before = now
+				break
+			}
+			if time.Since(began) > time.Minute {
+				t.Fatalf("nobody has taken over on a full disk: %+v", host.status())
+			}
+		}
+	}
+	if err := os.Truncate(filling, 0); err != nil {
+		t.Fatal(err)
+	}
+	if got := host.ok("exec", "x"); got != "'kept'" {
+		t.Errorf("when there is room again: %s", got)
+	}
+}
+
 // What people and cleaners do to a runtime's files and processes.
 func TestRepairs(t *testing.T) {
 	p := someone(t, "rootless")

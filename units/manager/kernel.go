@@ -394,8 +394,13 @@ func (m *Manager) followSupervisor() {
 	defer m.wg.Done()
 	select {
 	case <-m.opened:
-	case <-m.ctx.Done():
-		return
+	default:
+		m.meetSupervisor()
+		select {
+		case <-m.opened:
+		case <-m.ctx.Done():
+			return
+		}
 	}
 	const first, last = 50 * time.Millisecond, 5 * time.Second
 	delay := first
@@ -410,6 +415,17 @@ func (m *Manager) followSupervisor() {
 			t.Stop()
 		}
 		delay = min(2*delay, last)
+	}
+}
+
+// meetSupervisor connects once while the database is not open yet, which may be never:
+// Options.Connect starts a supervisor again that it has known, and that may end before
+// it is followed.
+func (m *Manager) meetSupervisor() {
+	ctx, cancel := context.WithTimeout(m.ctx, 5*time.Second)
+	defer cancel()
+	if sup, err := m.opts.Connect(ctx); err == nil {
+		sup.Close()
 	}
 }
 
