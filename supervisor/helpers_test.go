@@ -147,10 +147,13 @@ func gone(pid int) bool {
 	return err != nil || strings.Contains(string(b), ") Z ")
 }
 
-// stopped: it does not run until it is continued, and makes no other process.
+// stopped: it does not run until it is continued, and makes no other process. One that
+// waits for its vfork(2) child (D), which was stopped before it could exec, never gets to
+// stop itself.
 func stopped(pid int) bool {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	return err != nil || strings.Contains(string(b), ") T ") || strings.Contains(string(b), ") Z ")
+	stat := string(b)
+	return err != nil || strings.Contains(stat, ") T ") || strings.Contains(stat, ") Z ") || strings.Contains(stat, ") D ")
 }
 
 func (e *env) pids(name string) []int {
