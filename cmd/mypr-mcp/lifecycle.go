@@ -35,7 +35,11 @@ func (c *cli) resetCommand() *cobra.Command {
 			}
 			cl := c.client(w, true, true)
 			defer cl.Close()
-			r, err := cl.Reset(cmd.Context(), api.LifecycleParams{Force: force, Reason: "reset requested from the command line"})
+			var r *api.ResetResult
+			err = c.patiently(cmd.Context(), w, "the reset", func(ctx context.Context) (err error) {
+				r, err = cl.Reset(ctx, api.LifecycleParams{Force: force, Reason: "reset requested from the command line"})
+				return err
+			})
 			if err != nil {
 				return orForce(err, "reset")
 			}
@@ -79,7 +83,11 @@ cells or jobs run, unless --force cancels them. Returns when everything is gone.
 			}
 			ctx, cancel := context.WithTimeoutCause(cmd.Context(), stopTimeout, errStopTimeout)
 			defer cancel()
-			r, err := c.stop(ctx, w, force)
+			var r *stopReport
+			err = c.patiently(ctx, w, "the session to end", func(ctx context.Context) (err error) {
+				r, err = c.stop(ctx, w, force)
+				return err
+			})
 			if err != nil {
 				return err
 			}
@@ -144,9 +152,12 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 		err = errStopUnanswered
 	}
 	cancel()
+	var none givenUp
 	switch {
 	case err == nil:
 		r.Cancelled = s.Cancelled
+	case errors.As(err, &none): // nothing of the session runs
+		r.Note = none.wire.Message
 	case !force:
 		return nil, orForce(err, "stop")
 	default:
@@ -214,7 +225,7 @@ func killSilent(ctx context.Context, silent *workspace.Silent) error {
 func asker(l *workspace.Location) *client.Client {
 	return client.New(client.Options{
 		Ensure: func(context.Context) (string, error) { return l.Socket, nil },
-		Kind:   "cli", Name: "mypr-mcp", Version: version(), Passive: true,
+		Kind:   "cli", Name: "mypr-mcp", Version: version(), Passive: true, Trouble: trouble,
 	})
 }
 
@@ -271,7 +282,11 @@ lost unless --keep-kernel keeps the kernel as it is.`,
 			if err != nil {
 				return err
 			}
-			r, err := c.restart(cmd.Context(), w, p)
+			var r *api.RestartResult
+			err = c.patiently(cmd.Context(), w, "the restart", func(ctx context.Context) (err error) {
+				r, err = c.restart(ctx, w, p)
+				return err
+			})
 			if r != nil && c.json {
 				err = errors.Join(err, printJSON(c.stdout, r))
 			}
@@ -455,7 +470,7 @@ func (c *cli) become(ctx context.Context, l *workspace.Location, to replacement)
 		return nil, err
 	}
 	defer sv.Close()
-	job, err := sv.Restart(ctx, control.JobParams{Name: "manager.service"})
+	job, err := sv.Restart(ctx, control.JobParams{Name: managerUnit})
 	if err == nil && job.Result != "done" {
 		err = fmt.Errorf("%s: %s", job.Result, job.Unit.Error)
 	}

@@ -179,7 +179,7 @@ func (c *cli) client(w *workspace.Workspace, start, passive bool) *client.Client
 			}
 			return ensure(ctx, w, "cli")
 		},
-		Kind: "cli", Name: "mypr-mcp", Version: version(), Passive: passive,
+		Kind: "cli", Name: "mypr-mcp", Version: version(), Passive: passive, Trouble: trouble,
 	})
 }
 

@@ -48,7 +48,7 @@ func (c *cli) serve(ctx context.Context, structured bool) error {
 			}
 			return ensure(ctx, w, "frontend")
 		},
-		Kind: "frontend", Version: version(), Logger: log,
+		Kind: "frontend", Version: version(), Trouble: trouble, Logger: log,
 	})
 	defer cl.Close()
 	return frontend.Run(ctx, frontend.Options{

@@ -94,15 +94,10 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		problem(rpc.Errorf(rpc.CodeConflict, "%s was deleted while the session runs: what it records now is lost when it ends", w.Root).
 			WithHint("save from Python what you need; then: mypr-mcp stop"))
 	}
-	hint := "read .mypr/manager.log; then, which keeps Python memory: mypr-mcp units restart manager"
 	for _, u := range r.Units {
-		if u.Name == "manager.service" && u.ActiveState == control.Failed { // a connect would only wait
-			problem(rpc.Errorf(rpc.CodeUnavailable, "the manager was given up: %s", strings.TrimSuffix(u.Error+"; "+u.StatusText, "; ")).
-				WithHint("read .mypr/manager.log, mend it, then: mypr-mcp units start manager"))
+		if err := hopeless(u); err != nil { // a connect would only wait
+			problem(err)
 			return r, nil
-		}
-		if u.Name == "manager.service" && u.Frozen {
-			hint = "it is frozen: mypr-mcp thaw manager"
 		}
 	}
 	ask, cancel := context.WithTimeout(ctx, statusTimeout)
@@ -124,7 +119,8 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		if errors.Is(err, context.DeadlineExceeded) {
 			err = fmt.Errorf("no answer within %v", statusTimeout)
 		}
-		problem(rpc.Errorf(rpc.CodeUnavailable, "the manager does not answer: %v", err).WithHint("%s", hint))
+		problem(rpc.Errorf(rpc.CodeUnavailable, "the manager does not answer: %v", err).
+			WithHint("read .mypr/manager.log; then, which keeps Python memory: mypr-mcp units restart manager"))
 		return r, nil
 	}
 	r.ManagerAvailable = true

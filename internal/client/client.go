@@ -45,8 +45,9 @@ import (
 // Bounds of one call. A client's own patience is often 60 s, so a call must have
 // failed readably before that. Variables, for tests.
 var (
-	connectTimeout = 40 * time.Second // find or start a runtime, connect, attach
-	grace          = 20 * time.Second // on top of the wait that the caller asked for; includes reconnecting
+	connectTimeout = 40 * time.Second       // find or start a runtime, connect, attach
+	grace          = 20 * time.Second       // on top of the wait that the caller asked for; includes reconnecting
+	overdue        = 300 * time.Millisecond // then Trouble is asked what keeps a manager that says nothing
 )
 
 const (
@@ -79,6 +80,11 @@ type Options struct {
 	// Passive connections are not attached: they do not count as a client and can
 	// neither init nor execute.
 	Passive bool
+	// Trouble, if not nil, is asked about the runtime at socket when its manager has said
+	// nothing for a moment. It returns an error, which the call then fails with, as soon as
+	// it knows that none will come before somebody does something, and nil when it cannot
+	// know or ctx ends.
+	Trouble func(ctx context.Context, socket string) error
 	Logger  *slog.Logger
 }
 
@@ -231,7 +237,7 @@ func (c *Client) do(ctx context.Context, q request) (sends int, err error) {
 		switch {
 		case !q.again:
 			return sends, rpc.Errorf(rpc.CodeUnavailable, "the connection to the runtime ended before %s was answered: whether it was carried out is unknown", q.method).
-				WithHint("mypr-mcp status")
+				WithHint("mypr-mcp status, then the same again if it was not")
 		case sends == maxSends:
 			return sends, rpc.Errorf(rpc.CodeUnavailable, "the manager ended %d times while it worked on this %s", sends, q.method).
 				WithHint("mypr-mcp status, and .mypr/manager.log for the reason")
@@ -263,7 +269,7 @@ func (c *Client) overdue(ctx context.Context, q request, first time.Time, err er
 		return err
 	}
 	return rpc.Errorf(rpc.CodeUnavailable, "the manager did not answer %s within %s", q.method, time.Since(first).Round(100*time.Millisecond)).
-		WithHint("mypr-mcp status; mypr-mcp units restart manager when it hangs")
+		WithHint("mypr-mcp status; when the manager hangs: mypr-mcp units restart manager, which keeps Python memory")
 }
 
 // acquire is a live connection. It joins an attempt that is under way, and makes one
@@ -310,7 +316,7 @@ func (c *Client) startDial(r right) *dialing {
 		l, err := c.dial(ctx, r)
 		if err != nil && c.ctx.Err() == nil && errors.Is(err, context.DeadlineExceeded) {
 			err = rpc.Errorf(rpc.CodeUnavailable, "no answer from the runtime within %s", connectTimeout).
-				WithHint("mypr-mcp status; mypr-mcp units restart manager when it hangs")
+				WithHint("mypr-mcp status; when the manager hangs: mypr-mcp units restart manager, which keeps Python memory")
 		}
 		c.mu.Lock()
 		c.dialing = nil
@@ -409,6 +415,15 @@ func (c *Client) attachOnce(ctx context.Context, socket string) (*link, error) {
 	}
 	l := &link{conn: conn, id: NewID()}
 	if c.opts.Passive {
+		// Only what answers is asked for something: in the backlog of a manager that is
+		// frozen a reset would wait, to be carried out when nobody wants it any more.
+		err := c.unlessTrouble(ctx, socket, func(ctx context.Context) error {
+			return conn.Call(ctx, api.MethodStatus, api.StatusParams{}, nil)
+		})
+		if err != nil {
+			conn.CloseAsync()
+			return nil, err
+		}
 		return l, nil
 	}
 	c.mu.Lock()
@@ -419,7 +434,8 @@ func (c *Client) attachOnce(ctx context.Context, socket string) (*link, error) {
 	}
 	c.mu.Unlock()
 	var res api.AttachResult
-	if err := conn.Call(ctx, api.MethodAttach, p, &res); err != nil {
+	err = c.unlessTrouble(ctx, socket, func(ctx context.Context) error { return conn.Call(ctx, api.MethodAttach, p, &res) })
+	if err != nil {
 		conn.CloseAsync()
 		return nil, err
 	}
@@ -431,6 +447,32 @@ func (c *Client) attachOnce(ctx context.Context, socket string) (*link, error) {
 	}
 	c.mu.Unlock()
 	return l, nil
+}
+
+// unlessTrouble does what waits for a manager, as long as there is hope of an answer.
+func (c *Client) unlessTrouble(ctx context.Context, socket string, wait func(context.Context) error) error {
+	if c.opts.Trouble == nil {
+		return wait(ctx)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var trouble error
+	asked := make(chan struct{})
+	late := time.AfterFunc(overdue, func() {
+		defer close(asked)
+		if trouble = c.opts.Trouble(ctx, socket); trouble != nil {
+			cancel()
+		}
+	})
+	err := wait(ctx)
+	if !late.Stop() {
+		cancel()
+		<-asked
+		if err != nil && trouble != nil {
+			return trouble
+		}
+	}
+	return err
 }
 
 // notified takes the manager's notifications, in order.

@@ -54,6 +54,12 @@ func pathsIn(dir, hash string) Paths {
 	return Paths{RuntimeDir: dir, Socket: stem + ".sock", Control: stem + ".ctl", Kernel: stem + ".krn", Notify: stem + ".ntf"}
 }
 
+// PathsOf are the sockets of the runtime whose manager's socket is given.
+func PathsOf(socket string) Paths {
+	name := filepath.Base(socket)
+	return pathsIn(filepath.Dir(socket), strings.TrimSuffix(name, filepath.Ext(name)))
+}
+
 // Stem is what the sockets' paths have in common: each is the stem and a suffix.
 func (p Paths) Stem() string { return strings.TrimSuffix(p.Socket, filepath.Ext(p.Socket)) }
 

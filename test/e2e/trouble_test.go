@@ -1,0 +1,97 @@
+package e2e
+
+import (
+	"bufio"
+	"context"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"mypr/supervisor/control"
+)
+
+// Nobody waits for a manager that its start limit ended: every command says at once what
+// happened and what to do.
+func TestManagerGivenUp(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	f.must("1")
+	pid, events := s.unitPID("manager.service"), s.unitEvents("manager.service")
+	dropIn := filepath.Join(s.dir, ".mypr", "units", "manager.service.d")
+	if err := os.MkdirAll(dropIn, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s.write(".mypr/units/manager.service.d/broken.conf", "[Unit]\nStartLimitBurst=2\n[Service]\nExecStart=\nExecStart=/bin/false\n")
+	s.ok("units", "reload")
+	s.kill(pid)
+	s.await(events, control.Failed)
+	said := func(who, text string) {
+		t.Helper()
+		if !strings.Contains(text, "the manager was given up") || !strings.Contains(text, "units start manager") {
+			t.Errorf("%s: %s", who, text)
+		}
+	}
+	if r := f.tool("execute", map[string]any{"code": "1"}); !r.IsError {
+		t.Error("a cell ran")
+	} else {
+		said("execute", r.Text)
+	}
+	for _, args := range [][]string{{"exec", "1"}, {"reset"}} {
+		if out, code := s.cli(args...); code != 1 {
+			t.Errorf("%q: exit status %d, %s", args, code, out)
+		} else {
+			said(args[0], out)
+		}
+	}
+	if err := os.RemoveAll(dropIn); err != nil {
+		t.Fatal(err)
+	}
+	s.ok("units", "reload")
+	s.ok("units", "start", "manager")
+	if got := f.must("2"); got != "2" {
+		t.Errorf("after it was started: %s", got)
+	}
+}
+
+// A manager that is frozen, or stopped by a signal, is named to who waits for it.
+func TestSuspendedManager(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "1")
+	s.ok("freeze", "manager")
+	for _, verb := range []string{"reset", "restart", "logs"} {
+		if out, code := s.cli(verb); code != 1 || !strings.Contains(out, "frozen") || !strings.Contains(out, "mypr-mcp thaw manager") {
+			t.Errorf("%s: exit status %d, %s", verb, code, out)
+		}
+	}
+	s.ok("thaw", "manager")
+
+	pid := s.unitPID("manager.service")
+	s.suspend(pid)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	cmd := s.command(ctx, "reset")
+	told, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	lines := bufio.NewScanner(told)
+	if !lines.Scan() || !strings.Contains(lines.Text(), "waiting for the reset, ") || !strings.Contains(lines.Text(), "kill -CONT "+strconv.Itoa(pid)) {
+		t.Errorf("reset said %q, %v", lines.Text(), lines.Err())
+	}
+	if err := syscall.Kill(pid, syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	for lines.Scan() {
+		t.Log(lines.Text())
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("reset: %v", err)
+	}
+}
