@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"mypr/internal/api"
 	"mypr/internal/client"
@@ -19,6 +20,7 @@ import (
 	"mypr/internal/rpc"
 	"mypr/internal/workspace"
 	"mypr/supervisor/control"
+	"mypr/supervisor/process"
 )
 
 // stopTimeout bounds stop: the supervisor must be gone by then.
@@ -139,8 +141,8 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 	if err != nil {
 		return nil, err
 	}
-	if l.Supervisor == nil && l.Silent != nil {
-		return nil, l.Silent
+	if err := supervised(l); err != nil {
+		return nil, err
 	}
 	// The connection that asked stays open until the end: a caller who is gone has
 	// called the stop off.
@@ -187,6 +189,9 @@ func silentSupervisor(l *workspace.Location, err error) *workspace.Silent {
 	return nil
 }
 
+// reviveTimeout is how long a supervisor that was killed may take to be there again.
+const reviveTimeout = 10 * time.Second
+
 // killSilent kills a supervisor that hangs and waits until the next one answers, which
 // its anchor, the manager or a service manager starts: that one takes over what runs and
 // can end it in order. Where nobody does, what ran has ended with it or is of no use.
@@ -201,6 +206,8 @@ func killSilent(ctx context.Context, silent *workspace.Silent) error {
 		return err
 	}
 	defer hung.Close()
+	anchor, anchorFD := process.AnchorOfSocket(silent.Control)
+	defer anchorFD.Close() // nil is valid
 	if sv.Peer().PID == 1 { // of this pid namespace: the kernel does not deliver the signal
 		err = errors.New("it is the first process of this container")
 	} else {
@@ -212,13 +219,31 @@ func killSilent(ctx context.Context, silent *workspace.Silent) error {
 	if err := hung.wait(ctx); err != nil {
 		return err
 	}
-	if next, err := control.Dial(ctx, silent.Control); err == nil {
-		defer next.Close()
-		if _, err := next.Info(ctx); err != nil && !errors.Is(err, rpc.ErrClosed) {
-			return err
-		}
+	if anchorFD != nil { // whoever stopped the one has often stopped the other
+		_ = unix.PidfdSendSignal(int(anchorFD.Fd()), unix.SIGCONT, nil, 0)
 	}
-	return nil
+	rctx, cancel := context.WithTimeout(ctx, reviveTimeout)
+	defer cancel()
+	next, err := control.Dial(rctx, silent.Control)
+	if err != nil {
+		return nil
+	}
+	defer next.Close()
+	_, err = next.Info(rctx)
+	switch {
+	case err == nil, errors.Is(err, rpc.ErrClosed):
+		return nil
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case rctx.Err() == nil:
+		return err
+	}
+	done := rpc.Errorf(rpc.CodeUnavailable, "the supervisor (process %d), which did not answer, has been killed, and none has taken its place within %v: everything else of the session runs on", silent.PID, reviveTimeout)
+	if anchor == 0 {
+		return done.WithHint("mypr-mcp status shows what is left; mypr-mcp stop --force again")
+	}
+	done.Message += fmt.Sprintf("; its anchor (process %d), which should start it again, does not run: a debugger or a freezer may hold it", anchor)
+	return done.WithHint("kill -9 %d, then mypr-mcp stop --force again", anchor)
 }
 
 // asker is a connection to the manager of a runtime, which it never starts.

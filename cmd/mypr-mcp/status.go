@@ -315,13 +315,19 @@ func runtimeOf(ctx context.Context, w *workspace.Workspace) (*workspace.Location
 	if err != nil {
 		return nil, err
 	}
-	if l.Supervisor == nil && l.Silent != nil {
-		return nil, l.Silent
+	return l, supervised(l)
+}
+
+// supervised is the error for a runtime of which only the manager answers.
+func supervised(l *workspace.Location) error {
+	switch {
+	case l.Supervisor != nil:
+		return nil
+	case l.Silent != nil:
+		return l.Silent
 	}
-	if l.Supervisor == nil {
-		return nil, rpc.Errorf(rpc.CodeUnavailable, "the supervisor of %s does not answer", w.Dir).WithHint("mypr-mcp status")
-	}
-	return l, nil
+	return rpc.Errorf(rpc.CodeUnavailable, "the supervisor of %s has died and is not back yet", l.Workspace.Dir).
+		WithHint("the same again in a moment: its anchor, the manager or systemd starts it again")
 }
 
 // notRunning reports whether err says that there is no runtime.

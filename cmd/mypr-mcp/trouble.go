@@ -1,10 +1,8 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"fmt"
-	"os"
 	"strings"
 	"sync"
 	"time"
@@ -12,6 +10,7 @@ import (
 	"mypr/internal/rpc"
 	"mypr/internal/workspace"
 	"mypr/supervisor/control"
+	"mypr/supervisor/process"
 )
 
 const managerUnit = "manager.service"
@@ -107,26 +106,18 @@ func (c *cli) patiently(ctx context.Context, w *workspace.Workspace, what string
 
 // delay is what keeps the manager, in words; "" when nothing is known to.
 func delay(ctx context.Context, w *workspace.Workspace) (why string) {
+	ctx, cancel := context.WithTimeout(ctx, 500*time.Millisecond) // a supervisor that hangs must not keep the news
+	defer cancel()
 	l, err := w.Discover(ctx)
 	if err != nil || l.Supervisor == nil {
 		return ""
 	}
 	_ = withControl(ctx, l, func(ctx context.Context, sv *control.Client) error {
 		u, err := sv.Show(ctx, managerUnit)
-		if err == nil && l.Place().SamePIDs() && suspended(u.MainPID) {
+		if err == nil && l.Place().SamePIDs() && process.Suspended(u.MainPID) {
 			why = fmt.Sprintf("the manager, process %d, is stopped by a signal or a debugger (kill -CONT %d, or mypr-mcp units restart manager; its watchdog ends it otherwise)", u.MainPID, u.MainPID)
 		}
 		return err
 	})
 	return why
-}
-
-// suspended reports whether a process is stopped by a signal or a debugger.
-func suspended(pid int) bool {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return false
-	}
-	_, rest, _ := bytes.Cut(stat[max(0, bytes.LastIndexByte(stat, ')')):], []byte(" "))
-	return len(rest) > 0 && (rest[0] == 'T' || rest[0] == 't')
 }

@@ -7,7 +7,10 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"slices"
+	"strconv"
+	"strings"
 	"syscall"
 	"time"
 
@@ -134,6 +137,39 @@ func TakeAnchor() (*Anchor, []Anchored, error) {
 		unix.CloseOnExec(e.FD)
 	}
 	return a, held, nil
+}
+
+// AnchorOfSocket finds the anchor that holds the listening socket at a path, whether its
+// supervisor lives or not. pidfd is the caller's to close; 0 and nil if there is none to
+// be seen.
+func AnchorOfSocket(path string) (pid int, pidfd *os.File) {
+	table, _ := os.ReadFile("/proc/net/unix")
+	var sockets []string // what /proc/PID/fd/N of them says
+	for line := range strings.Lines(string(table)) {
+		// Num RefCount Protocol Flags Type St Inode Path; the flag is __SO_ACCEPTCON
+		if f := strings.Fields(line); len(f) == 8 && f[3] == "00010000" && f[7] == path {
+			sockets = append(sockets, "socket:["+f[6]+"]")
+		}
+	}
+	dirs, _ := filepath.Glob("/proc/[0-9]*")
+	for _, dir := range dirs {
+		pid, _ := strconv.Atoi(filepath.Base(dir))
+		fd, err := unix.PidfdOpen(pid, 0) // first, so that what is looked at is what is opened
+		if err != nil {
+			continue
+		}
+		args, _ := os.ReadFile(dir + "/cmdline")
+		if bytes.HasPrefix(args, []byte(anchorName+"\x00")) {
+			held, _ := filepath.Glob(dir + "/fd/*")
+			for _, link := range held {
+				if to, err := os.Readlink(link); err == nil && slices.Contains(sockets, to) {
+					return pid, os.NewFile(uintptr(fd), "anchor-pidfd")
+				}
+			}
+		}
+		unix.Close(fd)
+	}
+	return 0, nil
 }
 
 // File is the socket, for passing it over a re-execution and for noticing the

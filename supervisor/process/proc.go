@@ -52,6 +52,12 @@ func statFields(pid int) ([][]byte, error) {
 	return f, nil
 }
 
+// Suspended reports whether pid names a process that a signal or a debugger has stopped.
+func Suspended(pid int) bool {
+	f, err := statFields(pid)
+	return err == nil && (f[0][0] == 'T' || f[0][0] == 't')
+}
+
 // Runs reports whether pid names a process that has not ended: a zombie has.
 func Runs(pid int) bool {
 	f, err := statFields(pid)

@@ -95,3 +95,29 @@ func TestSuspendedManager(t *testing.T) {
 		t.Errorf("reset: %v", err)
 	}
 }
+
+// A supervisor that is stopped by a signal together with its anchor: stop --force gets both
+// going and ends the session in order.
+func TestSuspendedSupervisorAndAnchor(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "import subprocess\np = subprocess.Popen(['sleep', '600'])")
+	sv := s.status().Supervisor
+	if sv == nil {
+		t.Fatal("no supervisor")
+	}
+	anchor := 0
+	for _, pid := range s.processes(s.mark) {
+		if line, _ := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "cmdline")); strings.HasPrefix(string(line), "mypr-anchor\x00") {
+			anchor = pid
+		}
+	}
+	if anchor == 0 {
+		t.Fatal("no anchor")
+	}
+	s.suspend(anchor)
+	s.suspend(sv.PID)
+	if out, code := s.cli("stop", "--force"); code != 0 || !strings.Contains(out, "was killed") {
+		t.Errorf("exit status %d\n%s", code, out)
+	}
+	s.nothingLeft(sv.Cgroup)
+}
