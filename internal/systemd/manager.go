@@ -218,6 +218,22 @@ func (i *Instance) Files() []File {
 	}
 }
 
+// Enabled reports whether Enable was called for it, and Disable was not, without asking anybody.
+func (i *Instance) Enabled() bool {
+	dir, err := UnitDir()
+	if err == nil {
+		_, err = os.Stat(filepath.Join(dir, i.SocketUnit()+".d", dropIn))
+	}
+	return err == nil
+}
+
+// Again starts a socket that has failed, whatever limit of starts it was.
+func (m *Manager) Again(ctx context.Context, i *Instance) error {
+	_, _ = m.systemctl(ctx, "reset-failed", "--", i.SocketUnit(), i.Service()) // only one of them may be known
+	_, err := m.systemctl(ctx, "start", "--", i.SocketUnit())
+	return err
+}
+
 // UnitDir is where the user's own unit files are.
 func UnitDir() (string, error) {
 	config, err := os.UserConfigDir()
@@ -255,6 +271,7 @@ func (m *Manager) Enable(ctx context.Context, i *Instance, did func(string)) err
 	if st, err := m.State(ctx, i); err == nil && st.Socket == "active" && st.Listen == i.Socket {
 		return nil
 	}
+	_, _ = m.systemctl(ctx, "reset-failed", "--", i.SocketUnit()) // of earlier starts
 	if _, err := m.systemctl(ctx, "restart", "--", i.SocketUnit()); err != nil {
 		return err
 	}
@@ -269,7 +286,7 @@ func (m *Manager) Disable(ctx context.Context, i *Instance, did func(string)) er
 	if err != nil {
 		return err
 	}
-	if _, err := os.Stat(filepath.Join(dir, i.SocketUnit()+".d", dropIn)); err != nil {
+	if !i.Enabled() {
 		return fmt.Errorf("%s is not enabled", i.SocketUnit())
 	}
 	if _, err := m.systemctl(ctx, "disable", "--quiet", "--", i.SocketUnit(), i.Service()); err != nil {

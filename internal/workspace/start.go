@@ -52,6 +52,13 @@ func (w *Workspace) Ensure(ctx context.Context, opts StartOptions) (*Location, e
 		if l, err := w.activate(ctx); l != nil || err != nil {
 			return l, err
 		}
+		if mended, err := w.mendSocketUnit(ctx); err != nil {
+			return nil, err
+		} else if mended {
+			if l, err := w.activate(ctx); l != nil || err != nil {
+				return l, err
+			}
+		}
 		if none.Owner != "" {
 			return nil, none
 		}
@@ -114,6 +121,30 @@ func (w *Workspace) activate(ctx context.Context) (*Location, error) {
 		l.Started = true
 	}
 	return l, err
+}
+
+// mendSocketUnit starts the workspace's socket unit again when it is enabled and has
+// failed, as after too many starts in a short time: who enabled it wants systemd to run
+// the session, and not another one beside it. One that was stopped stays so.
+func (w *Workspace) mendSocketUnit(ctx context.Context) (mended bool, err error) {
+	i, err := systemd.NewInstance(w.Dir, w.Socket, "")
+	if err != nil || !i.Enabled() {
+		return false, nil
+	}
+	m, err := systemd.Find(filepath.Dir(w.RuntimeDir))
+	if err != nil || m.SameWorld() != nil {
+		return false, nil
+	}
+	st, err := m.State(ctx, i)
+	if err != nil || st.Socket != "failed" {
+		return false, nil
+	}
+	if err := m.Again(ctx, i); err != nil {
+		unit := "'" + strings.ReplaceAll(i.SocketUnit(), "'", `'\''`) + "'"
+		return false, rpc.Errorf(rpc.CodeUnavailable, "systemd is to run the session of %s, but its socket has failed and cannot be started again: %v", w.Dir, err).
+			WithHint("systemctl --user status %s says why; mypr-mcp systemd disable does without systemd", unit)
+	}
+	return true, nil
 }
 
 // Start looks once more, under startup.lock, and starts a runtime if there is none:

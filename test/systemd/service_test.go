@@ -500,6 +500,33 @@ func TestStopByTheCommandLine(t *testing.T) {
 	}
 }
 
+// A socket that hit a limit is started again by the next call: the session is systemd's, as
+// was asked for, and not one beside it that a stop of the unit would not reach.
+func TestFailedSocketIsStartedAgain(t *testing.T) {
+	s := enabled(t)
+	dropIn := filepath.Join(os.Getenv("HOME"), ".config", "systemd", "user", s.socket()+".d", "limit.conf")
+	if err := os.WriteFile(dropIn, []byte("[Unit]\nStartLimitIntervalSec=1h\nStartLimitBurst=2\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	systemctl(t, "daemon-reload")
+	for n := 0; property(t, s.socket(), "ActiveState") != "failed"; n++ {
+		if n == 10 {
+			t.Fatal("the socket does not fail")
+		}
+		systemctl(t, "stop", s.socket())
+		_, _ = command(t, nil, "systemctl", "--user", "start", s.socket())
+	}
+	s.ok("exec", "x = 1")
+	if pid := s.mainPID(); pid == 0 || pid != s.status().Supervisor.PID {
+		t.Errorf("the service's process is %d, the session's %d", pid, s.status().Supervisor.PID)
+	}
+	systemctl(t, "stop", s.service())
+	s.nothingLeft()
+	if err := os.Remove(dropIn); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func TestFiftyClientsAtOnce(t *testing.T) {
 	s := enabled(t)
 	var wg sync.WaitGroup
