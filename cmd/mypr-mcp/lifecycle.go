@@ -207,7 +207,7 @@ func killSilent(ctx context.Context, silent *workspace.Silent) error {
 	}
 	defer hung.Close()
 	anchor, anchorFD := process.AnchorOfSocket(silent.Control)
-	defer anchorFD.Close() // nil is valid
+	defer anchorFD.Close()  // nil is valid
 	if sv.Peer().PID == 1 { // of this pid namespace: the kernel does not deliver the signal
 		err = errors.New("it is the first process of this container")
 	} else {

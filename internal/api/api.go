@@ -107,6 +107,9 @@ type (
 		// happened while it was away is still told.
 		ClientID       string `json:"client_id,omitempty"`
 		SeenGeneration string `json:"seen_generation,omitempty"`
+		// SeenMessage is the highest Inbox.Newest that it showed: what is not newer does
+		// not end a wait again.
+		SeenMessage int64 `json:"seen_message,omitempty"`
 	}
 	// AttachResult describes the runtime.
 	AttachResult struct {
@@ -247,6 +250,7 @@ type (
 		Unacked  int       `json:"unacked"`
 		Messages []Preview `json:"messages"`
 		HasMore  bool      `json:"has_more"`
+		Newest   int64     `json:"newest,omitempty"` // id of the newest one, shown here or not
 	}
 	// Preview is one message of an inbox preview.
 	Preview struct {

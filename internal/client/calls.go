@@ -29,13 +29,15 @@ func rest(ms *int64, spent time.Duration) *int64 {
 }
 
 // shown remembers what the caller now knows of the session.
-func (c *Client) shown(generation string) {
-	if generation == "" {
-		return
-	}
+func (c *Client) shown(generation string, inbox *api.Inbox) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.seen, c.current = generation, generation
+	if generation != "" {
+		c.seen, c.current = generation, generation
+	}
+	if inbox != nil {
+		c.seenMessage = max(c.seenMessage, inbox.Newest)
+	}
 }
 
 // whole completes the beginning of the current generation. Anything else is left as it
@@ -61,7 +63,7 @@ func (c *Client) Init(ctx context.Context, p api.InitParams) (*api.InitResult, e
 	c.mu.Lock()
 	c.clientID, c.unbound = res.ClientID, ""
 	c.mu.Unlock()
-	c.shown(res.Runtime.Generation)
+	c.shown(res.Runtime.Generation, res.Inbox)
 	return &res, nil
 }
 
@@ -100,7 +102,7 @@ func (c *Client) Execute(ctx context.Context, p api.ExecuteParams, progress func
 	if made {
 		res.Replayed = false // it is this very call that was sent twice
 	}
-	c.shown(res.Generation)
+	c.shown(res.Generation, res.Inbox)
 	return &res, nil
 }
 
@@ -132,7 +134,7 @@ func (c *Client) Poll(ctx context.Context, p api.PollParams, progress func(api.P
 	if err != nil {
 		return nil, err
 	}
-	c.shown(res.Generation)
+	c.shown(res.Generation, res.Inbox)
 	return &res, nil
 }
 

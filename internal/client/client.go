@@ -106,9 +106,11 @@ type Client struct {
 	unbound  string // why clientID could not be bound again
 	seen     string // generation that the last delivered answer was about
 	current  string // newest generation heard of
-	stopped  *api.Stopping
-	watchers map[*watcher]struct{} // waiting calls that want progress
-	closed   bool
+	// seenMessage is the newest message that a delivered answer has counted.
+	seenMessage int64
+	stopped     *api.Stopping
+	watchers    map[*watcher]struct{} // waiting calls that want progress
+	closed      bool
 }
 
 // link is one attached connection.
@@ -430,7 +432,7 @@ func (c *Client) attachOnce(ctx context.Context, socket string) (*link, error) {
 	p := api.AttachParams{
 		ConnectionID: l.id, Protocol: api.Protocol, Version: c.opts.Version,
 		Kind: c.opts.Kind, Name: c.name, Progress: c.opts.Kind == "frontend",
-		ClientID: c.clientID, SeenGeneration: c.seen,
+		ClientID: c.clientID, SeenGeneration: c.seen, SeenMessage: c.seenMessage,
 	}
 	c.mu.Unlock()
 	var res api.AttachResult

@@ -206,6 +206,26 @@ func TestIdleReconnect(t *testing.T) {
 	}
 }
 
+// A message that was shown is not news to the next manager either.
+func TestSeenMessage(t *testing.T) {
+	r := clienttest.New(t)
+	r.Hook(func(_ context.Context, q *rpc.Request) (any, error, bool) {
+		return api.ExecResult{State: api.Running, Inbox: &api.Inbox{Unacked: 1, Newest: 7}}, nil, q.Method == api.MethodPoll
+	})
+	c := newClient(t, r)
+	mustInit(t, c)
+	r.Await(api.MethodAttach)
+	if _, err := c.Poll(ctx(t), api.PollParams{ExecID: "x"}, nil); err != nil {
+		t.Fatal(err)
+	}
+	r.Kill()
+	r.Start()
+	r.Await(api.MethodAttach)
+	if a := r.Attached(); len(a) != 2 || a[1].SeenMessage != 7 {
+		t.Errorf("attached %+v", a)
+	}
+}
+
 // After a stop an idle client does not touch the socket, even one that listens for a
 // service that it would start; the next call does.
 func TestIdleAfterStop(t *testing.T) {

@@ -230,6 +230,7 @@ func (c *connection) attach(ctx context.Context, p api.AttachParams) (*api.Attac
 	c.attached, c.id, c.kind, c.name, c.version, c.progress = true, p.ConnectionID, p.Kind, p.Name, p.Version, p.Progress
 	c.since = time.Now()
 	c.told = m.toldUpTo(p.SeenGeneration)
+	c.mailShown = p.SeenMessage
 	m.conns[c] = struct{}{}
 	m.mu.Unlock()
 	at := now()
@@ -452,8 +453,8 @@ func (c *connection) inbox() (*api.Inbox, error) {
 		m.mu.Unlock()
 		return nil, nil
 	}
-	id, unread := c.client.id, c.client.unread
-	c.mailShown = c.client.newest
+	id, unread, newest := c.client.id, c.client.unread, c.client.newest
+	c.mailShown = newest
 	m.mu.Unlock()
 	box := &api.Inbox{Unacked: unread, Messages: []api.Preview{}}
 	if unread == 0 {
@@ -465,6 +466,7 @@ func (c *connection) inbox() (*api.Inbox, error) {
 	}
 	box.Messages = fitPreviews(list)
 	box.HasMore = unread > len(box.Messages)
+	box.Newest = newest
 	return box, nil
 }
 

@@ -560,10 +560,14 @@ func TestNoticeReachesWhoWasAway(t *testing.T) {
 func TestMessageWakesOnce(t *testing.T) {
 	w := newWorld(t)
 	p := w.client("calm-otter")
-	r := p.execute("gate:g", 0)
-	for r.State == api.Queued {
-		r = p.poll(api.PollParams{ExecID: r.ExecID, WaitMS: ptr(int64(api.MaxWaitMS))})
+	begin := func(code string) api.ExecResult {
+		r := p.execute(code, 0)
+		for r.Cursor == 0 {
+			r = p.poll(api.PollParams{ExecID: r.ExecID, WaitMS: ptr(int64(api.MaxWaitMS))})
+		}
+		return r
 	}
+	r := begin("print:a gate:g")
 	if r.Inbox == nil || r.Inbox.Unacked != 0 {
 		t.Errorf("inbox %+v", r.Inbox)
 	}
@@ -593,6 +597,36 @@ func TestMessageWakesOnce(t *testing.T) {
 	w.sup.current().open("g")
 	if x = <-got; x.State != api.Succeeded || x.Inbox.Unacked != 1 {
 		t.Errorf("got %+v %+v", x, x.Inbox)
+	}
+	// Nor does it after a reconnect to another manager, where a newer one does.
+	r = begin("print:a gate:h")
+	if _, err := m.sendMessage("bold-fox", sendParams{To: "calm-otter", Text: "while nobody waits"}); err != nil {
+		t.Fatal(err)
+	}
+	unseen := x.Inbox.Newest
+	p.conn.Close()
+	w.halt()
+	w.start()
+	m = w.manager()
+	p = w.dial()
+	p.attach(api.AttachParams{ClientID: "calm-otter", SeenMessage: unseen})
+	wait()
+	if x = <-got; api.Terminal(x.State) || x.Inbox.Unacked != 2 {
+		t.Errorf("got %+v %+v", x, x.Inbox)
+	}
+	p.conn.Close()
+	w.halt()
+	w.start()
+	m = w.manager()
+	p = w.dial()
+	p.attach(api.AttachParams{ClientID: "calm-otter", SeenMessage: x.Inbox.Newest})
+	wait()
+	w.sup.current().open("h")
+	if x = <-got; x.State != api.Succeeded || x.Inbox.Unacked != 2 {
+		t.Errorf("got %+v %+v", x, x.Inbox)
+	}
+	if _, err := m.acknowledge("calm-otter", []int64{x.Inbox.Newest}); err != nil {
+		t.Fatal(err)
 	}
 	// init shows what is unread, so that it does not wake the first call either.
 	p.conn.Close()

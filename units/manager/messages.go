@@ -47,7 +47,7 @@ func (m *Manager) deliver(msg *store.Message) error {
 
 // fitPreviews cuts messages to what the budget allows: the last one may be shortened.
 func fitPreviews(list []api.Preview) []api.Preview {
-	room := previewBytes - len(`{"unacked":1000000,"messages":[],"has_more":false}`)
+	room := previewBytes - len(`{"unacked":1000000,"messages":[],"has_more":false,"newest":1000000000}`)
 	fit := []api.Preview{}
 	for _, p := range list {
 		full, _ := json.Marshal(p)
