@@ -460,7 +460,7 @@ func (c *connection) wait(ctx context.Context, r *run, wait time.Duration, reque
 func (c *connection) page(r *run, cursor int64, budget int) (*answer, error) {
 	m := c.m
 	m.mu.Lock()
-	e := r.Entity
+	e, visible := r.Entity, r.log.Count()
 	ahead := 0
 	if e.State == api.Queued {
 		for _, other := range m.live {
@@ -475,6 +475,11 @@ func (c *connection) page(r *run, cursor int64, budget int) (*answer, error) {
 	if err != nil {
 		a.Warnings = append(a.Warnings, api.Warning{Code: "journal_unreadable", Text: "the saved output cannot be read: " + err.Error()})
 	}
+	// Output that became visible since may be of a later state: it is for the next page.
+	if later := int(p.Cursor - visible); later > 0 {
+		p.Events, p.Cursor = p.Events[:max(0, len(p.Events)-later)], visible
+	}
+	total = min(total, visible)
 	a.QueueAhead = ahead
 	if !api.Terminal(e.State) {
 		m.mu.Lock()

@@ -556,6 +556,28 @@ func TestNoticeReachesWhoWasAway(t *testing.T) {
 	}
 }
 
+// An answer that has output of a cell does not say that it is queued, and one that says it
+// has ended has, or announces, all of its output.
+func TestStateIsAsNewAsTheOutput(t *testing.T) {
+	w := newWorld(t)
+	p := w.client()
+	for range 150 {
+		r := p.execute("print:a print:b", 0)
+		for {
+			if r.State == api.Queued && len(r.Output) > 0 {
+				t.Fatalf("queued, with output: %+v", r)
+			}
+			if api.Terminal(r.State) {
+				break
+			}
+			r = p.poll(api.PollParams{ExecID: r.ExecID, WaitMS: ptr(int64(0))})
+		}
+		if text(r) != "a\nb\n" && !r.HasMore {
+			t.Fatalf("%s, with output %q", r.State, text(r))
+		}
+	}
+}
+
 // A message ends a wait, once for each connection; afterwards calls wait as usual.
 func TestMessageWakesOnce(t *testing.T) {
 	w := newWorld(t)
