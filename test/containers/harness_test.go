@@ -23,6 +23,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -379,13 +380,12 @@ func last(out string) string {
 	return out[strings.LastIndexByte(out, '\n')+1:]
 }
 
-var directories int
+var directories atomic.Int64
 
 // directory makes a directory of the person's.
 func (p *person) directory(t *testing.T) string {
 	t.Helper()
-	directories++
-	dir := filepath.Join(p.home, fmt.Sprintf("work %d", directories))
+	dir := filepath.Join(p.home, fmt.Sprintf("work %d", directories.Add(1)))
 	if err := errors.Join(os.Mkdir(dir, 0o755), os.Chown(dir, p.uid, p.uid)); err != nil {
 		t.Fatal(err)
 	}
@@ -501,14 +501,13 @@ func (p *person) images(t *testing.T) {
 	}
 }
 
-var containers int
+var containers atomic.Int64
 
 // container starts one that runs until the end of the test, in which the runtime
 // directory is shared and dir is at the path inside.
 func (p *person) container(t *testing.T, dir, inside string, args ...string) string {
 	t.Helper()
-	containers++
-	name := fmt.Sprintf("c%d", containers)
+	name := fmt.Sprintf("c%d", containers.Add(1))
 	p.images(t)
 	if out, err := p.runs("mkdir", "-p", "-m", "700", p.run+"/mypr"); err != nil {
 		t.Fatalf("%v\n%s", err, out)

@@ -78,6 +78,7 @@ var confined = []struct {
 func TestPID1(t *testing.T) {
 	for _, c := range confined {
 		t.Run(c.who+"/"+c.name, func(t *testing.T) {
+			t.Parallel() // most of it is the time that an escapee has
 			p := someone(t, c.who)
 			dir := p.workspace(t)
 			run := p.run + "/mypr"

@@ -232,6 +232,7 @@ func TestPlaces(t *testing.T) {
 			nothing + `--dev /dev --proc /proc --tmpfs /tmp "$@"`, "/srv", 3, "read-only file system"},
 	} {
 		t.Run(place.name, func(t *testing.T) {
+			t.Parallel() // most of it is the time that an escapee has
 			p := someone(t, place.who)
 			dir := p.workspace(t)
 			in := dir

@@ -1,13 +1,11 @@
 package containers
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -17,15 +15,14 @@ import (
 	"time"
 
 	"mypr/internal/api"
+	"mypr/test/counterpart"
 )
 
 // front is a running "mypr-mcp serve", and an MCP client of it.
 type front struct {
-	b    *box
-	in   io.WriteCloser
-	out  *bufio.Reader
-	last int
-	end  func()
+	b      *box
+	client *counterpart.Client
+	end    func()
 }
 
 func (b *box) serve() *front {
@@ -46,7 +43,7 @@ func (b *box) serve() *front {
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	f := &front{b: b, in: in, out: bufio.NewReader(r)}
+	f := &front{b: b}
 	f.end = func() {
 		in.Close()
 		_ = cmd.Wait()
@@ -54,37 +51,15 @@ func (b *box) serve() *front {
 	}
 	b.t.Cleanup(func() { f.end() })
 	_ = r.SetReadDeadline(time.Now().Add(3 * patience))
-	f.call("initialize", map[string]any{"protocolVersion": "2025-06-18", "capabilities": map[string]any{}, "clientInfo": map[string]any{"name": "test", "version": "1"}})
-	fmt.Fprintln(in, `{"jsonrpc":"2.0","method":"notifications/initialized"}`)
+	if f.client, err = counterpart.NewClient(in, r); err != nil {
+		f.fatal(err)
+	}
 	return f
 }
 
-func (f *front) call(method string, params any) json.RawMessage {
+func (f *front) fatal(err error) {
 	f.b.t.Helper()
-	f.last++
-	b, err := json.Marshal(map[string]any{"jsonrpc": "2.0", "id": f.last, "method": method, "params": params})
-	if err == nil {
-		_, err = f.in.Write(append(b, '\n'))
-	}
-	for err == nil {
-		var line []byte
-		if line, err = f.out.ReadBytes('\n'); err != nil {
-			break
-		}
-		var r struct {
-			ID     int
-			Result json.RawMessage
-			Error  json.RawMessage
-		}
-		if err = json.Unmarshal(line, &r); err == nil && r.ID == f.last {
-			if r.Error != nil {
-				f.b.t.Fatalf("%s: %s", method, r.Error)
-			}
-			return r.Result
-		}
-	}
-	f.b.t.Fatalf("%s, in %s: %s: %v", f.b.p.name, f.b.name, method, err)
-	return nil
+	f.b.t.Fatalf("%s, in %s: %v", f.b.p.name, f.b.name, err)
 }
 
 // answer is what a tool says.
@@ -105,8 +80,12 @@ func (a answer) text() string {
 func (f *front) tool(name string, args map[string]any) answer {
 	f.b.t.Helper()
 	var a answer
-	if err := json.Unmarshal(f.call("tools/call", map[string]any{"name": name, "arguments": args}), &a); err != nil {
-		f.b.t.Fatal(err)
+	r, err := f.client.Tool(name, args)
+	if err == nil {
+		err = json.Unmarshal(r, &a)
+	}
+	if err != nil {
+		f.fatal(err)
 	}
 	return a
 }
@@ -318,8 +297,7 @@ func TestStaleSocketMount(t *testing.T) {
 			mounts = append(mounts, "-v", s+":"+s)
 		}
 	}
-	containers++
-	name := fmt.Sprintf("c%d", containers)
+	name := fmt.Sprintf("c%d", containers.Add(1))
 	p.images(t)
 	t.Cleanup(func() { p.must(t, "podman", "rm", "--force", "--time", "0", name) })
 	args := append([]string{"run", "--detach", "--name", name, "-e", "XDG_RUNTIME_DIR", "-v", dir + ":" + dir}, mounts...)

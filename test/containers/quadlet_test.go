@@ -2,7 +2,6 @@ package containers
 
 import (
 	"context"
-	"errors"
 	"os"
 	"path/filepath"
 	"slices"
@@ -11,9 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
-	"mypr/supervisor/notify"
+	"mypr/test/counterpart"
 )
 
 // systemd starts the systemd of the person's, and ends it with the test.
@@ -24,23 +21,10 @@ func (p *person) systemd(t *testing.T) {
 		t.Fatal(err)
 	}
 	socket := filepath.Join(p.run, "test-notify")
-	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	ready, err := counterpart.Ready(socket)
 	if err == nil {
-		err = errors.Join(unix.Bind(fd, &unix.SockaddrUnix{Name: socket}), os.Chown(socket, p.uid, p.uid))
+		err = os.Chown(socket, p.uid, p.uid)
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	ready := make(chan struct{}, 1)
-	server, err := notify.Serve(os.NewFile(uintptr(fd), "notify"), func(m *notify.Message) {
-		if m.Fields.Is("READY") {
-			select {
-			case ready <- struct{}{}:
-			default:
-			}
-		}
-		m.Close()
-	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,15 +58,9 @@ func (p *person) systemd(t *testing.T) {
 			_ = cmd.Process.Kill()
 		}
 		_ = cmd.Wait()
-		server.Close()
-		if err := os.Remove(socket); err != nil {
-			t.Error(err)
-		}
 	})
-	select {
-	case <-ready:
-	case <-time.After(patience):
-		t.Fatal("systemd --user is not ready in time")
+	if err := ready(patience); err != nil {
+		t.Fatalf("systemd --user: %v", err)
 	}
 }
 

@@ -34,8 +34,8 @@ import (
 
 	"mypr/supervisor"
 	"mypr/supervisor/cgroup"
-	"mypr/supervisor/notify"
 	"mypr/supervisor/process"
+	"mypr/test/counterpart"
 	"mypr/units"
 )
 
@@ -249,28 +249,11 @@ func startManager(cmd *exec.Cmd, group string) error {
 
 // startSystemd returns when the user manager is ready, with what ends it.
 func startSystemd() (func() error, error) {
-	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	path := systemdDir + "/test-notify"
-	if err == nil {
-		err = unix.Bind(fd, &unix.SockaddrUnix{Name: path})
-	}
+	ready, err := counterpart.Ready(path)
 	if err != nil {
 		return nil, err
 	}
-	ready := make(chan struct{}, 1)
-	s, err := notify.Serve(os.NewFile(uintptr(fd), "notify"), func(m *notify.Message) {
-		if m.Fields.Is("READY") {
-			select {
-			case ready <- struct{}{}:
-			default:
-			}
-		}
-		m.Close()
-	})
-	if err != nil {
-		return nil, err
-	}
-	defer s.Close()
 	log, err := os.OpenFile("/run/systemd.log", os.O_WRONLY|os.O_APPEND, 0)
 	if err != nil {
 		return nil, err
@@ -282,11 +265,9 @@ func startSystemd() (func() error, error) {
 	if err := startManager(manager, "systemd"); err != nil {
 		return nil, err
 	}
-	select {
-	case <-ready:
-	case <-time.After(patience):
+	if err := ready(patience); err != nil {
 		b, _ := os.ReadFile(log.Name())
-		return nil, fmt.Errorf("systemd --user was not ready in time:\n%s", b)
+		return nil, fmt.Errorf("systemd --user: %w:\n%s", err, b)
 	}
 	return func() error {
 		err := manager.Process.Signal(syscall.SIGTERM) // of a user manager: exit.target

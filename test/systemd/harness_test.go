@@ -27,7 +27,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"mypr/supervisor/cgroup"
-	"mypr/supervisor/notify"
+	"mypr/test/counterpart"
 )
 
 const (
@@ -259,7 +259,7 @@ func inside() (int, error) {
 			err = errors.Join(err, os.Mkdir(dir, 0o755), os.Chown(dir, 0, int(groups[1])), os.Chmod(dir, 0o755|os.ModeSetgid))
 		}
 	}
-	ready, rerr := waitReady("/run/systemd/notify")
+	ready, rerr := counterpart.Ready("/run/systemd/notify")
 	if err = errors.Join(err, rerr); err != nil {
 		return 1, err
 	}
@@ -268,7 +268,7 @@ func inside() (int, error) {
 	if err := journald.Start(); err != nil {
 		return 1, err
 	}
-	if err := ready(); err != nil {
+	if err := ready(patience); err != nil {
 		return 1, fmt.Errorf("journald: %w", err)
 	}
 	env := []string{
@@ -288,40 +288,10 @@ func inside() (int, error) {
 	return 0, err
 }
 
-// waitReady binds a notify socket and returns what waits for READY=1 on it.
-func waitReady(path string) (func() error, error) {
-	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err == nil {
-		err = unix.Bind(fd, &unix.SockaddrUnix{Name: path})
-	}
-	if err != nil {
-		return nil, err
-	}
-	ready := make(chan struct{}, 1)
-	s, err := notify.Serve(os.NewFile(uintptr(fd), "notify"), func(m *notify.Message) {
-		if m.Fields.Is("READY") {
-			select {
-			case ready <- struct{}{}:
-			default:
-			}
-		}
-		m.Close()
-	})
-	return func() error {
-		defer s.Close()
-		select {
-		case <-ready:
-			return nil
-		case <-time.After(patience):
-			return errors.New("it was not ready in time")
-		}
-	}, err
-}
-
 // asUser starts the user's systemd and runs the tests.
 func asUser(m *testing.M) (int, error) {
 	run := os.Getenv("XDG_RUNTIME_DIR")
-	ready, err := waitReady(run + "/test-notify")
+	ready, err := counterpart.Ready(run + "/test-notify")
 	if err != nil {
 		return 1, err
 	}
@@ -331,7 +301,7 @@ func asUser(m *testing.M) (int, error) {
 	if err := manager.Start(); err != nil {
 		return 1, err
 	}
-	if err := ready(); err != nil {
+	if err := ready(patience); err != nil {
 		return 1, fmt.Errorf("systemd --user: %w", err)
 	}
 	code := m.Run()

@@ -21,6 +21,7 @@ import (
 	"mypr/internal/api"
 	"mypr/internal/workspace"
 	"mypr/supervisor/cgroup"
+	"mypr/test/counterpart"
 )
 
 // slice is where all sessions of the user are.
@@ -188,16 +189,27 @@ func kill(t *testing.T, pid int, sig syscall.Signal) {
 
 // front is a running "mypr-mcp serve".
 type front struct {
-	s    *session
-	in   io.WriteCloser
-	out  *bufio.Reader
-	last int
+	s      *session
+	in     io.WriteCloser
+	client *counterpart.Client
 }
 
 func (s *session) serve() *front {
 	s.t.Helper()
 	cmd := exec.Command(bin, "serve", "-C", s.dir)
 	cmd.Env, cmd.Dir, cmd.Stderr = append(os.Environ(), s.env...), "/", os.Stderr
+	f := s.front(cmd)
+	s.t.Cleanup(func() {
+		f.in.Close()
+		_ = cmd.Wait()
+	})
+	return f
+}
+
+// front starts the command, of which the caller waits for the end, and initializes it.
+func (s *session) front(cmd *exec.Cmd) *front {
+	s.t.Helper()
+	f := &front{s: s}
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		s.t.Fatal(err)
@@ -209,48 +221,23 @@ func (s *session) serve() *front {
 	if err := cmd.Start(); err != nil {
 		s.t.Fatal(err)
 	}
-	f := &front{s: s, in: in, out: bufio.NewReader(out)}
-	s.t.Cleanup(func() {
+	f.in = in
+	if f.client, err = counterpart.NewClient(in, out); err != nil {
 		in.Close()
 		_ = cmd.Wait()
-	})
-	f.call("initialize", map[string]any{"protocolVersion": "2025-06-18", "capabilities": map[string]any{}, "clientInfo": map[string]any{"name": "test", "version": "1"}})
-	fmt.Fprintln(in, `{"jsonrpc":"2.0","method":"notifications/initialized"}`)
+		s.t.Fatal(err)
+	}
 	f.tool("init", map[string]any{})
 	return f
 }
 
-func (f *front) call(method string, params any) json.RawMessage {
-	f.s.t.Helper()
-	f.last++
-	b, err := json.Marshal(map[string]any{"jsonrpc": "2.0", "id": f.last, "method": method, "params": params})
-	if err == nil {
-		_, err = f.in.Write(append(b, '\n'))
-	}
-	for err == nil {
-		var line []byte
-		if line, err = f.out.ReadBytes('\n'); err != nil {
-			break
-		}
-		var r struct {
-			ID     int
-			Result json.RawMessage
-			Error  json.RawMessage
-		}
-		if err = json.Unmarshal(line, &r); err == nil && r.ID == f.last {
-			if r.Error != nil {
-				f.s.t.Fatalf("%s: %s", method, r.Error)
-			}
-			return r.Result
-		}
-	}
-	f.s.t.Fatalf("%s: %v", method, err)
-	return nil
-}
-
 func (f *front) tool(name string, args map[string]any) string {
 	f.s.t.Helper()
-	return string(f.call("tools/call", map[string]any{"name": name, "arguments": args}))
+	r, err := f.client.Tool(name, args)
+	if err != nil {
+		f.s.t.Fatal(err)
+	}
+	return string(r)
 }
 
 // runs runs a cell and wants text in the answer.
@@ -631,20 +618,7 @@ func TestStandaloneOutlivesItsStarter(t *testing.T) {
 	// One that is killed while it runs: all of its scope, all of its group.
 	cmd := exec.Command("systemd-run", "--user", "--scope", "--collect", "--unit=terminal2.scope", "-q", "--", bin, "serve", "-C", s.dir)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	pipe, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	f := &front{s: s, in: in, out: bufio.NewReader(pipe)}
-	f.call("initialize", map[string]any{"protocolVersion": "2025-06-18", "capabilities": map[string]any{}, "clientInfo": map[string]any{"name": "test", "version": "1"}})
-	f.tool("init", map[string]any{})
+	f := s.front(cmd)
 	f.runs("y = '"+mark+"'", "")
 	systemctl(t, "kill", "--signal=KILL", "terminal2.scope")
 	_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
@@ -701,20 +675,7 @@ func TestKillingTheFirstClientWithoutSystemd(t *testing.T) {
 
 func (s *session) killFirst(cmd *exec.Cmd, more func()) {
 	s.t.Helper()
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	pipe, err := cmd.StdoutPipe()
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		s.t.Fatal(err)
-	}
-	f := &front{s: s, in: in, out: bufio.NewReader(pipe)}
-	f.call("initialize", map[string]any{"protocolVersion": "2025-06-18", "capabilities": map[string]any{}, "clientInfo": map[string]any{"name": "test", "version": "1"}})
-	f.tool("init", map[string]any{})
+	f := s.front(cmd)
 	f.runs("y = '"+mark+"'", "")
 	more()
 	_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
