@@ -113,6 +113,35 @@ func (s *session) ask(f func(context.Context, *control.Client) error) error {
 	return f(ctx, c)
 }
 
+// answers waits for a supervisor that answers. Nobody announces that to those outside: it
+// is tried again whenever something changes beside the socket, or in the log, in which a
+// supervisor says what it does when it has begun to listen.
+func (s *session) answers() error {
+	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
+	if err != nil {
+		return os.NewSyscallError("inotify_init1", err)
+	}
+	changes := os.NewFile(uintptr(fd), "inotify")
+	defer changes.Close()
+	for _, dir := range []string{filepath.Join(s.root, "run", "mypr"), filepath.Join(s.dir, ".mypr")} {
+		if _, err := unix.InotifyAddWatch(fd, dir, unix.IN_CREATE|unix.IN_MOVED_TO|unix.IN_MODIFY); err != nil {
+			return os.NewSyscallError("inotify_add_watch "+dir, err)
+		}
+	}
+	if err := changes.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		return err
+	}
+	for buf := make([]byte, 16<<10); ; {
+		err := s.ask(func(context.Context, *control.Client) error { return nil })
+		if err == nil {
+			return nil
+		}
+		if _, rerr := changes.Read(buf); rerr != nil {
+			return errors.Join(err, rerr)
+		}
+	}
+}
+
 // target finds a process of the runtime: "supervisor" or a unit.
 func (s *session) target(name string) (pid int, err error) {
 	err = s.ask(func(ctx context.Context, c *control.Client) error {
@@ -145,6 +174,11 @@ func kill(pid int) error {
 	if err := unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0); err != nil {
 		return err
 	}
+	return died(fd, pid)
+}
+
+// died waits for the end of a process of which fd is the pidfd.
+func died(fd, pid int) error {
 	for {
 		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(patience.Milliseconds()))
 		if err == unix.EINTR {
