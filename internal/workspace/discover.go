@@ -226,12 +226,19 @@ func (d *discovery) add(p Paths) {
 	case err == nil:
 		d.candidates = append(d.candidates, p)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, os.ErrPermission):
-		d.tried = append(d.tried, p.RuntimeDir+": "+err.Error())
+		d.failed(p.RuntimeDir + ": " + err.Error())
 	default:
-		d.tried = append(d.tried, err.Error())
+		d.failed(err.Error())
 		if p.RuntimeDir == d.w.RuntimeDir {
 			d.refused = err
 		}
+	}
+}
+
+// failed takes down what was tried in vain.
+func (d *discovery) failed(what string) {
+	if !slices.Contains(d.tried, what) {
+		d.tried = append(d.tried, what)
 	}
 }
 
@@ -248,7 +255,7 @@ func (d *discovery) each(ctx context.Context, patience time.Duration, ask func(c
 		if errors.As(err, &s) {
 			d.stranger = s
 		} else {
-			d.tried = append(d.tried, err.Error())
+			d.failed(err.Error())
 		}
 		if p.RuntimeDir == d.w.RuntimeDir && rpc.CodeOf(err) == rpc.CodePermission {
 			d.refused = err

@@ -200,6 +200,23 @@ func TestDiscoverUnreachable(t *testing.T) {
 		}
 		h.kill()
 	}
+	// What was tried is named once, also when it is the recorded place.
+	if err := os.RemoveAll(w.RuntimeDir); err != nil {
+		t.Fatal(err)
+	}
+	hold(t, w.supervisorLock())
+	_, err := w.Discover(t.Context())
+	var u *Unreachable
+	if !errors.As(err, &u) {
+		t.Fatalf("error %v", err)
+	}
+	seen := map[string]bool{}
+	for _, place := range u.Tried {
+		if seen[place] {
+			t.Errorf("named twice: %q", place)
+		}
+		seen[place] = true
+	}
 }
 
 // A session of another user is refused at once, and it is said whose it is.
