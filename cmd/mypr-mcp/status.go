@@ -130,7 +130,7 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		problem(rpc.Errorf(api.CodeWorkspaceMoved, "%s", r.Status.WorkspaceProblem).
 			WithHint("stop it (mypr-mcp stop) and start one in the directory's new place"))
 	}
-	r.UpdatePending = r.Status.ManagerVersion != r.BridgeVersion
+	r.UpdatePending = api.UpdatePending(r.Status.ManagerVersion, r.BridgeVersion)
 	if r.Status.HealthError != "" {
 		problem(rpc.Errorf("", "%s", r.Status.HealthError))
 	}

@@ -51,6 +51,14 @@ const (
 	Restarting = "restarting" // the cell that asked for a restart, until it is over
 )
 
+// UpdatePending reports whether a client's program is another version than the manager's. A
+// program that was built without one ("devel", "unknown") may be the same, and restarting
+// into it would not end the matter.
+func UpdatePending(manager, client string) bool {
+	known := func(v string) bool { return v != "" && v != "devel" && v != "unknown" }
+	return known(manager) && known(client) && manager != client
+}
+
 // Terminal reports whether an execution in this state has ended.
 func Terminal(state string) bool {
 	switch state {

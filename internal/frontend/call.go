@@ -216,7 +216,7 @@ func (c *call) init(ctx context.Context, a args) (outcome, error) {
 		return outcome{}, err
 	}
 	r.Runtime.BridgeVersion = c.s.info.Version
-	r.Runtime.UpdatePending = r.Runtime.ManagerVersion != c.s.info.Version
+	r.Runtime.UpdatePending = api.UpdatePending(r.Runtime.ManagerVersion, c.s.info.Version)
 	return outcome{
 		payload: r, notice: r.Notice, inbox: r.Inbox,
 		text: func(v view) string { return renderInit(r, v) },
@@ -292,7 +292,7 @@ func (c *call) poll(ctx context.Context, a args) (outcome, error) {
 func (c *call) page(r *api.ExecResult, poll *api.PollParams, whole bool) outcome {
 	if r.Runtime != nil {
 		r.Runtime.BridgeVersion = c.s.info.Version
-		r.Runtime.UpdatePending = r.Runtime.ManagerVersion != c.s.info.Version
+		r.Runtime.UpdatePending = api.UpdatePending(r.Runtime.ManagerVersion, c.s.info.Version)
 	}
 	var pictures []picture
 	return outcome{
