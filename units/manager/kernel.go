@@ -96,10 +96,10 @@ func (k *kernelState) plainReason() string {
 // progressText tells a queued cell what it waits for.
 func (k *kernelState) progressText() string {
 	text := "the Python kernel is " + k.phase
-	switch k.phase {
-	case phaseNone, phaseDown:
+	switch {
+	case k.phase == phaseNone, k.phase == phaseDown, k.phase == phasePreparing && k.detail == "": // nothing had to be done yet
 		text = "the Python kernel is about to be started"
-	case phasePreparing:
+	case k.phase == phasePreparing:
 		text = "the Python environment is being prepared"
 	}
 	if k.detail != "" {

@@ -40,6 +40,18 @@ func TestSilentKernel(t *testing.T) {
 	}
 }
 
+// An environment that is there is not said to be prepared.
+func TestProgressText(t *testing.T) {
+	k := kernelState{phase: phasePreparing}
+	if text := k.progressText(); strings.Contains(text, "prepared") {
+		t.Error(text)
+	}
+	k.detail = "installing IPython"
+	if text := k.progressText(); !strings.Contains(text, "prepared: installing IPython") {
+		t.Error(text)
+	}
+}
+
 // Who waits for a cell of a frozen kernel is told so.
 func TestFrozenKernel(t *testing.T) {
 	w := newWorld(t)
