@@ -121,8 +121,10 @@ type execution struct {
 	out    io.Writer      // where that went
 	open   bool           // it was of a result or a traceback, which ends with a line
 	told   bool           // the output said why the cell failed
-	// starting is what the cell was last said to wait for.
+	// starting is what the cell was last said to wait for. Nobody is told before it has
+	// waited: most starts are over in a moment.
 	starting string
+	waited   bool
 }
 
 // interrupts turns the first Ctrl-C into an interrupt of the cell, once there is one,
@@ -190,6 +192,7 @@ func (e *execution) run(ctx context.Context, code string) error {
 		if slices.ContainsFunc(r.Warnings, func(w api.Warning) bool { return w.Code == kernelStarting }) {
 			wait = startingWaitMS
 		}
+		e.waited = true
 		r, err = e.client.Poll(ctx, api.PollParams{ExecID: e.id, Cursor: &cursor, WaitMS: &wait, MaxBytes: &budget}, nil)
 		if err != nil {
 			return err
@@ -213,10 +216,10 @@ func (e *execution) print(r *api.ExecResult) {
 	}
 	for _, w := range r.Warnings {
 		if w.Code == kernelStarting { // what the cell waits for; nothing is wrong
-			if w.Text != e.starting {
+			if e.waited && w.Text != e.starting {
 				e.note("%s", w.Text)
+				e.starting = w.Text
 			}
-			e.starting = w.Text
 			continue
 		}
 		e.note("warning: %s", w.Text)

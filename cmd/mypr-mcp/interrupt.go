@@ -13,7 +13,7 @@ func (c *cli) interruptCommand() *cobra.Command {
 		Use: "interrupt [EXEC_ID]", Short: "Stop a cell, the session goes on",
 		Long: `Stop one cell: KeyboardInterrupt where it blocks Python, cancellation where it awaits.
 Without EXEC_ID: the cell that blocks, else the only one that runs.`,
-		Args: cobra.MaximumNArgs(1),
+		Args: cobra.MaximumNArgs(1), ValidArgsFunction: c.completion(cellIDs),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			w, err := c.workspace()
 			if err != nil {

@@ -319,8 +319,14 @@ lost unless --keep-kernel keeps the kernel as it is.`,
 				return err
 			}
 			memory := "Python memory is new" // its generation is that of the kernel which the next cell starts
-			if p.KeepKernel {
+			switch {
+			case !p.KeepKernel:
+			case r.OldGeneration == "":
+				memory = "there was no Python kernel to keep"
+			case r.NewGeneration == "" || r.NewGeneration == r.OldGeneration:
 				memory = "Python memory is kept"
+			default:
+				memory = "Python memory is new all the same: the kernel ended meanwhile (mypr-mcp logs)"
 			}
 			_, err = fmt.Fprintf(c.stdout, "restarted: version %s, %s\n", r.NewVersion, memory)
 			return err

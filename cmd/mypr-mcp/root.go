@@ -61,6 +61,7 @@ func run(args []string) int {
 }
 
 func (c *cli) command() *cobra.Command {
+	var showVersion bool
 	root := &cobra.Command{
 		Use:           "mypr-mcp",
 		Short:         "A persistent Python session for LLM agents, one per directory",
@@ -72,8 +73,14 @@ func (c *cli) command() *cobra.Command {
 			}
 			return nil
 		},
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if showVersion {
+				return c.printVersion(cmd)
+			}
+			return cmd.Help()
+		},
 	}
+	root.Flags().BoolVar(&showVersion, "version", false, "print the version of this program")
 	root.SetOut(c.stdout)
 	root.SetErr(c.stderr)
 	root.PersistentFlags().StringVarP(&c.dir, "directory", "C", "", "the workspace `DIR` (default: the current directory)")

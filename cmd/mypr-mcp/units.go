@@ -23,7 +23,7 @@ func (c *cli) unitsCommand() *cobra.Command {
 		Use: "list", Short: "List the units", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return c.listUnits(cmd.Context()) },
 	}, &cobra.Command{
-		Use: "show NAME", Short: "Show everything about a unit", Args: cobra.ExactArgs(1),
+		Use: "show NAME", Short: "Show everything about a unit", Args: cobra.ExactArgs(1), ValidArgsFunction: c.completion(unitNames),
 		RunE: func(cmd *cobra.Command, args []string) error { return c.showUnit(cmd.Context(), unitName(args[0])) },
 	}, &cobra.Command{
 		Use: "reload", Short: "Read the unit files again", Args: cobra.NoArgs,
@@ -41,7 +41,7 @@ func (c *cli) unitsCommand() *cobra.Command {
 	}
 	for _, j := range jobs {
 		cmd.AddCommand(&cobra.Command{
-			Use: j.verb + " NAME", Short: j.short, Args: cobra.ExactArgs(1),
+			Use: j.verb + " NAME", Short: j.short, Args: cobra.ExactArgs(1), ValidArgsFunction: c.completion(unitNames),
 			RunE: func(cmd *cobra.Command, args []string) error {
 				name := unitName(args[0])
 				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error {
@@ -75,7 +75,7 @@ func (c *cli) freezeCommands() (list []*cobra.Command) {
 		{"thaw", "Resume a frozen unit", (*control.Client).Thaw},
 	} {
 		list = append(list, &cobra.Command{
-			Use: f.verb + " NAME", Short: f.short, Args: cobra.ExactArgs(1),
+			Use: f.verb + " NAME", Short: f.short, Args: cobra.ExactArgs(1), ValidArgsFunction: c.completion(unitNames),
 			RunE: func(cmd *cobra.Command, args []string) error {
 				name := unitName(args[0])
 				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return unitError(name, f.run(sv, ctx, name)) })

@@ -50,13 +50,15 @@ type versionReport struct {
 func (c *cli) versionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "version", Short: "Print the version of this program", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			r := versionReport{version(), api.Protocol, runtime.Version(), runtime.GOOS + "/" + runtime.GOARCH}
-			if c.json && cmd.Flags().Changed("json") { // a plain line also for scripts, unless they ask
-				return printJSON(c.stdout, r)
-			}
-			_, err := fmt.Fprintf(c.stdout, "mypr-mcp %s (protocol %d, %s, %s)\n", r.Version, r.Protocol, r.Go, r.Platform)
-			return err
-		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return c.printVersion(cmd) },
 	}
+}
+
+func (c *cli) printVersion(cmd *cobra.Command) error {
+	r := versionReport{version(), api.Protocol, runtime.Version(), runtime.GOOS + "/" + runtime.GOARCH}
+	if c.json && cmd.Flags().Changed("json") { // a plain line also for scripts, unless they ask
+		return printJSON(c.stdout, r)
+	}
+	_, err := fmt.Fprintf(c.stdout, "mypr-mcp %s (protocol %d, %s, %s)\n", r.Version, r.Protocol, r.Go, r.Platform)
+	return err
 }

@@ -201,12 +201,67 @@ func TestUsageErrors(t *testing.T) {
 			t.Errorf("%q: exit %d\n%s", args, code, out)
 		}
 	}
-	for _, args := range [][]string{{}, {"help"}, {"version"}, {"version", "--json"}, {"completion"}, {"completion", "bash"}, {"help", "units", "start"}, {"exec", "--help"}} {
+	for _, args := range [][]string{{}, {"help"}, {"version"}, {"version", "--json"}, {"--version", "--json"}, {"completion"}, {"completion", "bash"}, {"help", "units", "start"}, {"exec", "--help"}} {
 		if out, code := s.cli(args...); code != 0 || out == "" {
 			t.Errorf("%q: exit %d\n%s", args, code, out)
 		}
 	}
 	if out := s.ok("help"); strings.Contains(out, "supervise") {
 		t.Error("help shows internal verbs")
+	}
+	if out, want := s.ok("--version"), s.ok("version"); out != want {
+		t.Errorf("--version prints %q, version %q", out, want)
+	}
+}
+
+// A shell offers the names of what there is, of a session that runs.
+func TestCompletion(t *testing.T) {
+	s := newSession(t)
+	if out := s.ok("__complete", "units", "show", ""); strings.Contains(out, "manager") {
+		t.Errorf("without a session: %s", out)
+	}
+	if r := s.status(); r.Supervisor != nil {
+		t.Error("a completion started the session")
+	}
+	_, id, _ := strings.Cut(s.background(), "goes on as ")
+	id, _, _ = strings.Cut(id, "\n")
+	for _, c := range []struct{ args, word string }{
+		{"units show ", "kernel.service\tPython kernel"}, {"units restart man", "manager.service\t"}, {"freeze k", "kernel.service\t"}, {"interrupt ", id + "\t"},
+	} {
+		out := ""
+		for n := 0; n < 60 && !strings.Contains(out, c.word); n++ { // it does not wait for a busy machine
+			out = s.ok(append([]string{"__complete"}, strings.Split(c.args, " ")...)...)
+		}
+		if id == "" || !strings.Contains(out, c.word) || strings.HasSuffix(c.args, "man") && strings.Contains(out, "kernel") {
+			t.Errorf("%q: %q is not in %q", c.args, c.word, out)
+		}
+	}
+	s.ok("interrupt", id)
+}
+
+// background starts a cell that goes on, and returns what exec said.
+func (s *session) background() string {
+	s.t.Helper()
+	out, code := s.cli("exec", "--timeout", "300ms", "import asyncio; await asyncio.sleep(600)")
+	for code == 124 && !strings.Contains(out, "goes on as") { // the session was not there in time
+		out, code = s.cli("exec", "--timeout", "300ms", "import asyncio; await asyncio.sleep(600)")
+	}
+	return out
+}
+
+// A start says what it waits for when that is true, and a restart what it kept.
+func TestStartAndRestartSayWhatIsTrue(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "1")
+	s.ok("stop")
+	if out, code := s.cli("exec", "1"); code != 0 || strings.Contains(out, "environment is being prepared") {
+		t.Errorf("exit status %d\n%s", code, out)
+	}
+	if out := s.ok("restart", "--keep-kernel", "--json=false"); !strings.Contains(out, "memory is kept") {
+		t.Errorf("with a kernel: %s", out)
+	}
+	s.ok("units", "stop", "kernel")
+	if out := s.ok("restart", "--keep-kernel", "--json=false"); !strings.Contains(out, "no Python kernel to keep") {
+		t.Errorf("without a kernel: %s", out)
 	}
 }
