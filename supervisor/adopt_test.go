@@ -43,7 +43,7 @@ type config struct {
 func init() {
 	roles["supervisor"] = func([]string) {
 		signal.Ignore(syscall.SIGXFSZ) // TestStateFileOnAFullDisk
-		if os.Getenv(ignoreVariable) != "" {
+		if os.Getenv(ignoreVariable) != "" && !supervisor.TakesOver() {
 			signal.Ignore(syscall.SIGHUP, syscall.SIGINT)
 		}
 		var c config

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/signal"
 	"strconv"
 	"syscall"
 
@@ -160,7 +161,11 @@ func (s *Supervisor) become(executable string) (err error) {
 	env := append(os.Environ(), reexecEnvironment+"="+strconv.Itoa(fd))
 	s.log.Info("re-executing", "executable", executable)
 	s.reloadingUpstream()
+	if len(s.ignored) > 0 { // what is handled would be at its default in the next program
+		signal.Ignore(s.ignored...)
+	}
 	err = syscall.Exec(executable, os.Args, env)
+	s.swallowIgnored()
 	s.say("READY=1")
 	for _, fd := range open {
 		unix.CloseOnExec(fd)

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"mypr/internal/rpc"
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
 )
@@ -281,6 +282,26 @@ func TestIgnoredSignalsAreNotPassedOn(t *testing.T) {
 			t.Errorf("ignored: %q %v", out, err)
 		}
 	})
+}
+
+// A supervisor that nohup started outlives its terminal also after a re-execution.
+func TestIgnoredSignalsStaySoOverReexec(t *testing.T) {
+	t.Setenv(ignoreVariable, "1")
+	e := startOuter(t, 2, true)
+	exe, err := os.Executable()
+	e.must(err)
+	for range 2 {
+		if err := e.c.Reexec(e.ctx, control.ReexecParams{Executable: exe}); err == nil || rpc.CodeOf(err) != "" {
+			t.Fatalf("re-execution: %v", err)
+		}
+		e.c.Close()
+		e.ready()
+		e.c = e.dial()
+		e.must(e.cmd.Process.Signal(syscall.SIGHUP))
+		if _, err := e.c.Info(e.ctx); err != nil {
+			t.Fatalf("after SIGHUP: %v", err)
+		}
+	}
 }
 
 func TestRuntimeMax(t *testing.T) {

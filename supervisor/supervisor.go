@@ -105,6 +105,7 @@ type Supervisor struct {
 	queue   *queue
 	started time.Time
 	stopped chan struct{} // closed when the loop has ended
+	ignored []os.Signal   // that this process was started with
 
 	// All below is the loop's.
 
@@ -214,9 +215,10 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	// anchor. Units begin with the defaults, which a child is given of what Go handles.
 	for _, sig := range []os.Signal{syscall.SIGHUP, syscall.SIGINT} {
 		if signal.Ignored(sig) {
-			signal.Notify(make(chan os.Signal, 1), sig)
+			s.ignored = append(s.ignored, sig)
 		}
 	}
+	s.swallowIgnored()
 	chld := make(chan os.Signal, 1)
 	signal.Notify(chld, syscall.SIGCHLD)
 	stopWatch := context.AfterFunc(ctx, func() { s.queue.post(func() { s.shutdown("the supervisor was told to end") }) })
@@ -244,6 +246,14 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 	s.reap() // orphans that ended with the last unit
 	s.cleanup()
 	return nil
+}
+
+// swallowIgnored handles the signals that this process was started to ignore, by doing
+// nothing.
+func (s *Supervisor) swallowIgnored() {
+	if len(s.ignored) > 0 { // without any Notify would take all
+		signal.Notify(make(chan os.Signal, 1), s.ignored...)
+	}
 }
 
 func (s *Supervisor) refuse(err error) error {
