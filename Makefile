@@ -52,8 +52,9 @@ lint: ## gofmt, go vet, staticcheck, ruff, mypy
 	@if [ -x test/.venv/bin/ruff ]; then cd kernel/python && ../../test/.venv/bin/ruff check . && ../../test/.venv/bin/mypy mypr_kernel; \
 	else echo "ruff and mypy are not installed: make setup"; fi
 
+# The last packages take longest: they come first.
 test-go: ## Go tests with the race detector (without test/e2e)
-	CGO_ENABLED=1 $(RACE) test/report.sh $(GO) test -race -vet=off -timeout 10m $$($(GO) list ./... | grep -v '/test/')
+	CGO_ENABLED=1 $(RACE) test/report.sh $(GO) test -race -vet=off -timeout 10m $$($(GO) list ./... | grep -v '/test/' | tac)
 
 test-fuzz: ## FUZZTIME inputs for each fuzz target
 	@test/fuzz.sh $(FUZZTIME)
