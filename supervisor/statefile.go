@@ -8,11 +8,13 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"mypr/supervisor/cgroup"
 	"mypr/supervisor/process"
 	"mypr/supervisor/spec"
 )
@@ -239,6 +241,25 @@ func (st *saved) here() bool {
 	return st.Boot == bootID() && st.PIDNS == pidNamespace() && (init == st.Init || init == 0 || st.Init == 0)
 }
 
+// Orphans are the units of which processes run on although the supervisor that wrote the
+// state file at path is gone and no other has taken over.
+func Orphans(path string) (names []string) {
+	st, err := readState(path)
+	if err != nil || st == nil || !st.here() || st.alive() {
+		return nil
+	}
+	for _, u := range st.units {
+		up := u.Main.runs() || u.Control.runs()
+		for _, b := range append([]*boxRecord{u.Box}, u.Lingering...) {
+			up = up || b != nil && (b.Shim.runs() || b.Cgroup != "" && cgroup.Populated(filepath.Join(st.Cgroup, b.Cgroup)))
+		}
+		if up {
+			names = append(names, u.Name)
+		}
+	}
+	return names
+}
+
 // saved is what a state file says.
 type saved struct {
 	header
@@ -325,6 +346,14 @@ func (st *saved) alive() bool {
 	if st.Self.PID == os.Getpid() || !st.here() {
 		return false
 	}
-	start, err := process.StartTime(st.Self.PID)
-	return err == nil && start == st.Self.Start && process.Runs(st.Self.PID)
+	return st.Self.runs()
+}
+
+// runs reports whether the process is there and has not ended.
+func (p *procRecord) runs() bool {
+	if p == nil || p.PID == 0 {
+		return false
+	}
+	start, err := process.StartTime(p.PID)
+	return err == nil && start == p.Start && process.Runs(p.PID)
 }

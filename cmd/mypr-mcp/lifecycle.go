@@ -126,9 +126,15 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 		}
 		r.Note = "the supervisor did not answer and was killed"
 		l, err = w.Discover(ctx)
-		if notRunning(err) { // nobody started it again; it was a container's first process, or its anchor is gone too
-			return &stopReport{Stopped: true, Note: r.Note}, nil
+	}
+	if left := orphans(w, err); left != "" {
+		// Nobody is there who could end them. A supervisor that is started takes them over.
+		if l, err = w.Start(ctx, startedBy("cli")); err == nil {
+			r.Note = strings.TrimPrefix(r.Note+"; ", "; ") + "the supervisor had died: " + left + " ran on and was taken over"
 		}
+	}
+	if notRunning(err) && r.Note != "" { // nobody started it again: it was a container's first process
+		return &stopReport{Stopped: true, Note: r.Note}, nil
 	}
 	if notRunning(err) {
 		note := "no runtime was running"

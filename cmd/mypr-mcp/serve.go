@@ -58,13 +58,16 @@ func (c *cli) serve(ctx context.Context, structured bool) error {
 
 // ensure finds or starts the workspace's runtime and returns its socket.
 func ensure(ctx context.Context, w *workspace.Workspace, source string) (string, error) {
-	l, err := w.Ensure(ctx, workspace.StartOptions{Origin: api.Origin{
-		Source: source, Program: parentName(), PID: os.Getppid(), Time: time.Now(),
-	}})
+	l, err := w.Ensure(ctx, startedBy(source))
 	if err != nil {
 		return "", err
 	}
 	return l.Socket, nil
+}
+
+// startedBy are the options of a start by this process.
+func startedBy(source string) workspace.StartOptions {
+	return workspace.StartOptions{Origin: api.Origin{Source: source, Program: parentName(), PID: os.Getppid(), Time: time.Now()}}
 }
 
 // parentName is the program that started us, for "where does this environment come

@@ -18,6 +18,7 @@ import (
 	"mypr/internal/config"
 	"mypr/internal/rpc"
 	"mypr/internal/workspace"
+	"mypr/supervisor"
 	"mypr/supervisor/control"
 	"mypr/units"
 )
@@ -59,6 +60,10 @@ func report(ctx context.Context, w *workspace.Workspace) (*api.StatusReport, err
 		return nil, ctx.Err()
 	}
 	if err != nil {
+		if left := orphans(w, err); left != "" {
+			err = rpc.Errorf(rpc.CodeUnavailable, "%v, but %s of its last one runs on: supervisor and manager have died", err, left).
+				WithHint("any cell takes it over, with its memory: mypr-mcp exec 1+1; mypr-mcp stop ends it")
+		}
 		if notRunning(err) {
 			if why := obstacle(w); why != nil {
 				e := rpc.AsError(why)
@@ -159,6 +164,15 @@ func obstacle(w *workspace.Workspace) error {
 			WithHint("make it writable for you, or use another directory: mypr-mcp -C DIR …")
 	}
 	return nil
+}
+
+// orphans names the units that run on although, as err says, no runtime does; "" when none
+// do, or one does.
+func orphans(w *workspace.Workspace, err error) string {
+	if !notRunning(err) {
+		return ""
+	}
+	return strings.Join(supervisor.Orphans(stateFile(w)), ", ")
 }
 
 // withControl runs f with a connection to the runtime's supervisor, within statusTimeout.

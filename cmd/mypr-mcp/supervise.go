@@ -31,6 +31,9 @@ import (
 	"mypr/units/manager"
 )
 
+// stateFile is where the supervisor of a workspace keeps what the next one must know.
+func stateFile(w *workspace.Workspace) string { return filepath.Join(w.Root, "supervisor.json") }
+
 func (c *cli) superviseCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "supervise", Short: "Run the supervisor in the foreground", Args: cobra.NoArgs, Hidden: true,
@@ -198,7 +201,7 @@ func (c *cli) supervise(ctx context.Context, starter *workspace.Starter, service
 	var failed error // of the first start
 	sv, err := supervisor.New(supervisor.Options{
 		Load: loader.Load, Names: loader.Names,
-		ControlPath: w.Control, NotifyPath: w.Notify, StatePath: filepath.Join(w.Root, "supervisor.json"),
+		ControlPath: w.Control, NotifyPath: w.Notify, StatePath: stateFile(w),
 		CgroupName: "mypr-" + w.Hash[:12], ForceTier: tier,
 		Instance: workspace.NewInstance(), Version: version(), Mode: mode, Executable: exe,
 		CgroupParent: cgroupParent, ServiceManager: service != nil, StatusUnit: manager.ManagerUnit,

@@ -105,19 +105,49 @@ func TestSuspendedSupervisorAndAnchor(t *testing.T) {
 	if sv == nil {
 		t.Fatal("no supervisor")
 	}
-	anchor := 0
-	for _, pid := range s.processes(s.mark) {
-		if line, _ := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "cmdline")); strings.HasPrefix(string(line), "mypr-anchor\x00") {
-			anchor = pid
-		}
-	}
-	if anchor == 0 {
-		t.Fatal("no anchor")
-	}
-	s.suspend(anchor)
+	s.suspend(s.anchorPID())
 	s.suspend(sv.PID)
 	if out, code := s.cli("stop", "--force"); code != 0 || !strings.Contains(out, "was killed") {
 		t.Errorf("exit status %d\n%s", code, out)
 	}
 	s.nothingLeft(sv.Cgroup)
+}
+
+// anchorPID is the process of the anchor.
+func (s *session) anchorPID() int {
+	s.t.Helper()
+	for _, pid := range s.processes(s.mark) {
+		if line, _ := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "cmdline")); strings.HasPrefix(string(line), "mypr-anchor\x00") {
+			return pid
+		}
+	}
+	s.t.Fatal("no anchor")
+	return 0
+}
+
+// What runs on when supervisor, anchor and manager are killed at once is seen by status,
+// and ended by stop.
+func TestStopEndsOrphans(t *testing.T) {
+	for _, tier := range []string{"2", "3"} {
+		t.Run("tier "+tier, func(t *testing.T) {
+			s := newSession(t)
+			s.env = append(s.env, "MYPR_TIER="+tier)
+			s.ok("exec", "import subprocess\np = subprocess.Popen(['sleep', '600'])")
+			sv := s.status().Supervisor
+			all := []int{s.anchorPID(), s.unitPID("manager.service"), sv.PID}
+			for _, pid := range all { // or one would start another again
+				s.suspend(pid)
+			}
+			for _, pid := range all {
+				s.kill(pid)
+			}
+			if r := s.status(); !strings.Contains(r.Problem, "kernel.service") || !strings.Contains(r.Hint, "mypr-mcp stop") {
+				t.Errorf("status: problem %q, next %q", r.Problem, r.Hint)
+			}
+			if out := s.ok("stop"); !strings.Contains(out, "kernel.service") {
+				t.Errorf("stop: %s", out)
+			}
+			s.nothingLeft(sv.Cgroup)
+		})
+	}
 }
