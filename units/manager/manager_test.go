@@ -629,7 +629,7 @@ func TestMessageWakesOnce(t *testing.T) {
 	p.conn.Close()
 	w.halt()
 	w.start()
-	m = w.manager()
+	w.manager()
 	p = w.dial()
 	p.attach(api.AttachParams{ClientID: "calm-otter", SeenMessage: unseen})
 	wait()
