@@ -9,6 +9,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"mypr/internal/api"
 )
@@ -261,6 +262,11 @@ func TestStartAndRestartSayWhatIsTrue(t *testing.T) {
 		t.Errorf("with a kernel: %s", out)
 	}
 	s.ok("units", "stop", "kernel")
+	for end := time.Now().Add(patience); time.Now().Before(end); { // the manager is told of it a moment later
+		if r := s.status(); r.Status != nil && r.Status.Generation == "" {
+			break
+		}
+	}
 	if out := s.ok("restart", "--keep-kernel", "--json=false"); !strings.Contains(out, "no Python kernel to keep") {
 		t.Errorf("without a kernel: %s", out)
 	}
