@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 
 	"github.com/spf13/cobra"
@@ -25,7 +26,11 @@ Without EXEC_ID: the cell that blocks, else the only one that runs.`,
 			if len(args) == 1 {
 				p.ExecID = args[0]
 			}
-			r, err := cl.Interrupt(cmd.Context(), p)
+			var r *api.InterruptResult
+			err = c.patiently(cmd.Context(), w, "the interrupt", func(ctx context.Context) (err error) {
+				r, err = cl.Interrupt(ctx, p)
+				return err
+			})
 			if err != nil {
 				return err
 			}
