@@ -56,6 +56,15 @@ func (t *Text) UnmarshalJSON(raw []byte) error {
 	raw = raw[1 : len(raw)-1]
 	b := make([]byte, 0, len(raw))
 	for i := 0; i < len(raw); {
+		// In one piece up to what is special.
+		plain := i
+		for i < len(raw) && raw[i] != '\\' && raw[i] != 0xed {
+			i++
+		}
+		b = append(b, raw[plain:i]...)
+		if i == len(raw) {
+			break
+		}
 		if raw[i] != '\\' {
 			// A JSON writer that does not escape may put the three bytes of a lone surrogate here.
 			if i+2 < len(raw) && raw[i] == 0xed && raw[i+1] >= 0xb2 && raw[i+1] <= 0xb3 && raw[i+2]&0xc0 == 0x80 {

@@ -30,8 +30,8 @@ type Command struct {
 
 // UnmarshalJSON takes a string or a list of strings.
 func (c *Command) UnmarshalJSON(b []byte) error {
-	if !bytes.HasPrefix(bytes.TrimSpace(b), []byte("[")) {
-		return json.Unmarshal(b, (*ospath.Text)(&c.Shell))
+	if !bytes.HasPrefix(b, []byte("[")) { // encoding/json gives it without blanks around
+		return (*ospath.Text)(&c.Shell).UnmarshalJSON(b)
 	}
 	var words []ospath.Text
 	if err := json.Unmarshal(b, &words); err != nil {
@@ -66,9 +66,9 @@ type Environment struct {
 
 // UnmarshalJSON takes both.
 func (e *Environment) UnmarshalJSON(b []byte) error {
-	if bytes.HasPrefix(bytes.TrimSpace(b), []byte(`"`)) {
+	if bytes.HasPrefix(b, []byte(`"`)) { // encoding/json gives it without blanks around
 		var text ospath.Text
-		if err := json.Unmarshal(b, &text); err != nil {
+		if err := text.UnmarshalJSON(b); err != nil {
 			return err
 		}
 		if *e = (Environment{}); text != "" {

@@ -137,29 +137,8 @@ func (s *Socket) TrySend(b []byte) int {
 // Send sends all of b, with rights on its first byte, and waits for room as long as ctx
 // lasts. It returns how much was sent.
 func (s *Socket) Send(ctx context.Context, b, rights []byte) (sent int, err error) {
-	var out *Set
-	if e := s.raw.Control(func(fd uintptr) { out, err = newSet(unix.EPOLLOUT, int(fd)) }); e != nil {
-		return 0, os.ErrClosed
-	}
-	if err != nil {
-		return 0, err
-	}
-	s.mu.Lock()
-	s.out = out
-	if s.closed {
-		out.Close()
-	}
-	s.mu.Unlock()
-	defer func() {
-		out.Close()
-		s.mu.Lock()
-		s.out = nil
-		s.mu.Unlock()
-	}()
-	stop := context.AfterFunc(ctx, func() { out.Close() })
-	defer stop()
 	var failed error
-	closed := out.Wait(func() bool {
+	send := func() bool {
 		for sent < len(b) {
 			iov := unix.Iovec{Base: &b[sent]}
 			iov.SetLen(len(b) - sent)
@@ -178,7 +157,11 @@ func (s *Socket) Send(ctx context.Context, b, rights []byte) (sent int, err erro
 			rights = nil
 		}
 		return true
-	})
+	}
+	var closed error
+	if !send() {
+		closed = s.whenWritable(ctx, send)
+	}
 	runtime.KeepAlive(b)
 	runtime.KeepAlive(rights)
 	switch {
@@ -190,4 +173,32 @@ func (s *Socket) Send(ctx context.Context, b, rights []byte) (sent int, err erro
 		return sent, fmt.Errorf("sendmsg: %w", failed)
 	}
 	return sent, nil
+}
+
+// whenWritable calls f when there is room until it reports that it is done. The error
+// says that it never was: the socket or ctx ended.
+func (s *Socket) whenWritable(ctx context.Context, f func() bool) error {
+	var out *Set
+	var err error
+	if e := s.raw.Control(func(fd uintptr) { out, err = newSet(unix.EPOLLOUT, int(fd)) }); e != nil {
+		return os.ErrClosed
+	}
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	s.out = out
+	if s.closed {
+		out.Close()
+	}
+	s.mu.Unlock()
+	defer func() {
+		out.Close()
+		s.mu.Lock()
+		s.out = nil
+		s.mu.Unlock()
+	}()
+	stop := context.AfterFunc(ctx, func() { out.Close() })
+	defer stop()
+	return out.Wait(f)
 }

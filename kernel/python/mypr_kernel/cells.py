@@ -87,7 +87,10 @@ class Program:
         self.body = body
         self.last = last
         self.silent = silent
-        self.is_async = any(c is not None and c.co_flags & CO_COROUTINE for c in (body, last))
+        self.is_async = bool(
+            (body is not None and body.co_flags & CO_COROUTINE)
+            or (last is not None and last.co_flags & CO_COROUTINE)
+        )
 
     def defines(self) -> bool:
         """Whether functions, classes or the like may outlive the cell."""

@@ -412,6 +412,8 @@ class Kernel:
         """Take back sys.stdout and sys.stderr that a cell has left replaced: what later cells
         print would go nowhere. ``cell``: the one that is about to end and is told. What else
         runs may be redirecting output for a while, so nothing is done beside it."""
+        if getattr(sys, "stdout", None) is self._stdout and getattr(sys, "stderr", None) is self._stderr:
+            return
         own = {"stdout": self._stdout, "stderr": self._stderr}
         replaced = [name for name, stream in own.items() if getattr(sys, name, None) is not stream]
         if not replaced or self.registry.tasks_run() or any(c is not cell for c in self.running):

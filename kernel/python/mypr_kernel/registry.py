@@ -7,6 +7,7 @@ unless it is hidden, to the manager, as the output of a cell does.
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from . import errors
 from .calls import RPCError
@@ -70,7 +71,7 @@ class Registry:
         self._handles: dict[str, Handle] = {}
         self._custom: set[str] = set()  # ids that callers chose, for the life of this kernel
         self._next = 0
-        self._completed: list[Handle] = []  # oldest first
+        self._completed: deque[Handle] = deque()  # oldest first
         self._cached = 0  # bytes of output in them
         self._jobs: dict[str, Job] = {}
 
@@ -310,12 +311,15 @@ class Registry:
     def _trim(self) -> None:
         limit: int = self._kernel.link.limits.get("completed_tasks") or DEFAULT_COMPLETED
         while len(self._completed) > limit:
-            old = self._completed.pop(0)
+            old = self._completed.popleft()
             self._handles.pop(old.id, None)
             if isinstance(old, LocalHandle):
                 self._cached -= old.buffer.used
-        for old in self._completed[:-1]:
-            if self._cached <= CACHE_BYTES:
+        if self._cached <= CACHE_BYTES:
+            return
+        newest = self._completed[-1]
+        for old in self._completed:
+            if old is newest or self._cached <= CACHE_BYTES:
                 break
             if isinstance(old, LocalHandle) and not old.buffer.evicted and old.buffer.used:
                 self._cached -= old.buffer.used
