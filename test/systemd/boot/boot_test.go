@@ -207,7 +207,9 @@ func TestLogoutLingerReboot(t *testing.T) {
 login "$mypr systemd enable $ws; $mypr -C $ws exec 'x = 41'; $mypr -C $ws --json=false status; systemctl --user show -p MainPID --value init.scope >/dev/null"
 manager=$(systemctl show -p MainPID --value user@$uid.service)
 gone $manager
+systemctl stop user@$uid.service # it stops; this waits for the end of what it has besides the manager
 echo "test: left $(pgrep -u $uid -c || true)"
+pgrep -u $uid -a || true
 `)
 		want(t, out, "left 0")
 		if !strings.Contains(out, "lingering is off") || !strings.Contains(out, "loginctl enable-linger") {
