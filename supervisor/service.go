@@ -859,7 +859,7 @@ func (u *unit) freeze(on bool, done func(error)) {
 		done(errors.New("it does not run"))
 		return
 	case on && !u.State.up():
-		done(fmt.Errorf("it is %s", u.State))
+		done(fmt.Errorf("it is %s/%s, not active", u.State.Active(), u.State))
 		return
 	}
 	u.Frozen = on

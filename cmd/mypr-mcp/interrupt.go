@@ -42,6 +42,9 @@ Without EXEC_ID: the cell that blocks, else the only one that runs.`,
 				"pending": "was told to stop and has not ended yet", "finished": "had ended before",
 			}[r.Outcome]
 			_, err = fmt.Fprintf(c.stdout, "%s %s (state %s)\n", r.ExecID, what, r.State)
+			if r.Outcome == "pending" {
+				fmt.Fprintln(c.stderr, "next: mypr-mcp status says what the kernel does; mypr-mcp interrupt again; mypr-mcp reset --force ends every cell, with all Python memory")
+			}
 			return err
 		},
 	}

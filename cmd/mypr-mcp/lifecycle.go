@@ -48,7 +48,7 @@ func (c *cli) resetCommand() *cobra.Command {
 			if c.json {
 				return printJSON(c.stdout, r)
 			}
-			_, err = fmt.Fprintf(c.stdout, "new session, generation %s\n", r.Generation)
+			_, err = fmt.Fprintf(c.stdout, "reset: Python memory is new, generation %s\n", r.Generation)
 			return err
 		},
 	}
@@ -70,6 +70,7 @@ type stopReport struct {
 	// Cancelled executions, with --force.
 	Cancelled int    `json:"cancelled,omitempty"`
 	Note      string `json:"note,omitempty"`
+	idle      bool   // there was nothing to stop, as the note says
 }
 
 func (c *cli) stopCommand() *cobra.Command {
@@ -98,6 +99,9 @@ cells or jobs run, unless --force cancels them. Returns when everything is gone.
 			}
 			if r.Note != "" {
 				fmt.Fprintln(c.stdout, r.Note)
+			}
+			if r.idle {
+				return nil
 			}
 			if r.Cancelled > 0 {
 				fmt.Fprintf(c.stdout, "cancelled %d executions\n", r.Cancelled)
@@ -142,7 +146,7 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 		if owner != "" {
 			note += "; the session of " + owner + " is given up, and the next one is started where it is needed"
 		}
-		return &stopReport{Stopped: true, Note: note}, err
+		return &stopReport{Stopped: true, Note: note, idle: true}, err
 	}
 	if err != nil {
 		return nil, err

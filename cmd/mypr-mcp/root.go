@@ -46,9 +46,19 @@ type exitStatus int
 func (e exitStatus) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
 
 // usageError is a mistake in the arguments.
-type usageError struct{ error }
+type usageError struct {
+	error
+	next string // what to type; "" where the error says it
+}
 
-func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+func usagef(format string, args ...any) error {
+	return usageError{error: fmt.Errorf(format, args...)}
+}
+
+// misused is a mistake that cobra found: what is right is in the command's help.
+func misused(cmd *cobra.Command, err error) error {
+	return usageError{error: err, next: cmd.CommandPath() + " --help"}
+}
 
 // run runs one command line and returns the exit status.
 func run(args []string) int {
@@ -86,7 +96,7 @@ func (c *cli) command() *cobra.Command {
 	root.PersistentFlags().StringVarP(&c.dir, "directory", "C", "", "the workspace `DIR` (default: the current directory)")
 	root.PersistentFlags().BoolVar(&c.json, "json", !isTerminal(c.stdout), "print JSON; --json=false prints text also when the output is no terminal")
 	root.PersistentFlags().Lookup("json").DefValue = ""
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.SetFlagErrorFunc(misused)
 	root.AddCommand(
 		c.serveCommand(), c.execCommand(), c.statusCommand(), c.logsCommand(), c.interruptCommand(),
 		c.resetCommand(), c.restartCommand(), c.stopCommand(), c.unitsCommand(), c.systemdCommand(), c.versionCommand(),
@@ -130,10 +140,11 @@ func strictHelpers(root *cobra.Command) {
 func asUsage(cmd *cobra.Command) {
 	if check := cmd.Args; check != nil {
 		cmd.Args = func(cmd *cobra.Command, args []string) error {
-			if err := check(cmd, args); err != nil {
-				return usageError{err}
+			err := check(cmd, args)
+			if err == nil || errors.As(err, new(usageError)) {
+				return err
 			}
-			return nil
+			return misused(cmd, err)
 		}
 	}
 	for _, sub := range cmd.Commands() {
@@ -152,6 +163,9 @@ func (c *cli) status(err error) int {
 		return int(quiet)
 	case errors.As(err, &usage):
 		fmt.Fprintf(c.stderr, "mypr-mcp: %v\n", usage.error)
+		if usage.next != "" {
+			fmt.Fprintf(c.stderr, "next: %s\n", usage.next)
+		}
 		return exitUsage
 	case errors.Is(err, context.Canceled):
 		fmt.Fprintln(c.stderr, "mypr-mcp: interrupted")

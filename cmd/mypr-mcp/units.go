@@ -23,12 +23,16 @@ func (c *cli) unitsCommand() *cobra.Command {
 		Use: "list", Short: "List the units", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return c.listUnits(cmd.Context()) },
 	}, &cobra.Command{
-		Use: "show NAME", Short: "Show everything about a unit", Args: cobra.ExactArgs(1), ValidArgsFunction: c.completion(unitNames),
+		Use: "show NAME", Short: "Show everything about a unit", Args: oneUnit, ValidArgsFunction: c.completion(unitNames),
 		RunE: func(cmd *cobra.Command, args []string) error { return c.showUnit(cmd.Context(), unitName(args[0])) },
 	}, &cobra.Command{
 		Use: "reload", Short: "Read the unit files again", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return sv.DaemonReload(ctx) })
+			err := c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return sv.DaemonReload(ctx) })
+			if err != nil {
+				return err
+			}
+			return c.done(map[string]any{"reloaded": true}, "the unit files were read again")
 		},
 	})
 	jobs := []struct {
@@ -41,7 +45,7 @@ func (c *cli) unitsCommand() *cobra.Command {
 	}
 	for _, j := range jobs {
 		cmd.AddCommand(&cobra.Command{
-			Use: j.verb + " NAME", Short: j.short, Args: cobra.ExactArgs(1), ValidArgsFunction: c.completion(unitNames),
+			Use: j.verb + " NAME", Short: j.short, Args: oneUnit, ValidArgsFunction: c.completion(unitNames),
 			RunE: func(cmd *cobra.Command, args []string) error {
 				name := unitName(args[0])
 				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error {
@@ -68,21 +72,42 @@ func (c *cli) unitsCommand() *cobra.Command {
 // freezeCommands are commands of their own: freeze and thaw.
 func (c *cli) freezeCommands() (list []*cobra.Command) {
 	for _, f := range []struct {
-		verb, short string
-		run         func(*control.Client, context.Context, string) error
+		verb, short, done string
+		run               func(*control.Client, context.Context, string) error
 	}{
-		{"freeze", "Suspend every process of a unit", (*control.Client).Freeze},
-		{"thaw", "Resume a frozen unit", (*control.Client).Thaw},
+		{"freeze", "Suspend every process of a unit", "frozen", (*control.Client).Freeze},
+		{"thaw", "Resume a frozen unit", "thawed", (*control.Client).Thaw},
 	} {
 		list = append(list, &cobra.Command{
-			Use: f.verb + " NAME", Short: f.short, Args: cobra.ExactArgs(1), ValidArgsFunction: c.completion(unitNames),
+			Use: f.verb + " NAME", Short: f.short, Args: oneUnit, ValidArgsFunction: c.completion(unitNames),
 			RunE: func(cmd *cobra.Command, args []string) error {
 				name := unitName(args[0])
-				return c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return unitError(name, f.run(sv, ctx, name)) })
+				err := c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return unitError(name, f.run(sv, ctx, name)) })
+				if err != nil {
+					return err
+				}
+				return c.done(map[string]any{"name": name, "frozen": f.verb == "freeze"}, name+": "+f.done)
 			},
 		})
 	}
 	return list
+}
+
+// oneUnit checks that a command was given the name of one unit.
+func oneUnit(cmd *cobra.Command, args []string) error {
+	if len(args) != 1 {
+		return usagef("%s needs the name of one unit (mypr-mcp units lists them)", strings.TrimPrefix(cmd.CommandPath(), "mypr-mcp "))
+	}
+	return nil
+}
+
+// done prints that a command did what it was told: a report as JSON, or words.
+func (c *cli) done(report any, words string) error {
+	if c.json {
+		return printJSON(c.stdout, report)
+	}
+	_, err := fmt.Fprintln(c.stdout, words)
+	return err
 }
 
 // unitName lets people leave ".service" away.

@@ -135,6 +135,12 @@ func TestStatusAndUnits(t *testing.T) {
 	if err := json.Unmarshal([]byte(s.ok("units", "show", "kernel")), &kernel); err != nil || len(kernel.Spec.Source) == 0 {
 		t.Errorf("units show kernel names no file: %v", err)
 	}
+	for verb, want := range map[string]string{"freeze": "kernel.service: frozen\n", "thaw": "kernel.service: thawed\n"} {
+		if out := s.ok(verb, "kernel", "--json=false"); out != want {
+			t.Errorf("%s says %q", verb, out)
+		}
+	}
+	s.ok("thaw", "kernel")
 	s.ok("units", "stop", "kernel")
 	if out, code := s.cli("units", "start", "kernel"); code != 1 || !strings.Contains(out, "next: mypr-mcp reset") {
 		t.Errorf("units start kernel: exit %d\n%s", code, out)
@@ -200,6 +206,12 @@ func TestUsageErrors(t *testing.T) {
 	} {
 		if out, code := s.cli(args...); code != 2 || !strings.HasPrefix(out, "mypr-mcp: ") {
 			t.Errorf("%q: exit %d\n%s", args, code, out)
+		}
+	}
+	// What is right is not in cobra's own words: they come with the command that tells it.
+	for _, args := range [][]string{{"--nonsense"}, {"exec", "1", "2"}, {"units", "nonsense"}, {"units", "start"}, {"freeze"}, {"nonsense"}} {
+		if out, _ := s.cli(args...); !strings.Contains(out, "\nnext: mypr-mcp ") && !strings.Contains(out, "(mypr-mcp ") {
+			t.Errorf("%q names no command to type next:\n%s", args, out)
 		}
 	}
 	for _, args := range [][]string{{}, {"help"}, {"version"}, {"version", "--json"}, {"--version", "--json"}, {"completion"}, {"completion", "bash"}, {"help", "units", "start"}, {"exec", "--help"}} {

@@ -47,7 +47,7 @@ func TestStatusOfAKernelThatDoesNotRun(t *testing.T) {
 	}
 	ready("after it goes on")
 	s.ok("freeze", "kernel")
-	silent("mypr-mcp thaw kernel")
+	silent("does not answer within 1s: it is frozen (mypr-mcp thaw kernel)")
 	s.ok("thaw", "kernel")
 	ready("after it was thawed")
 }

@@ -103,7 +103,7 @@ func (m *Manager) status(ctx context.Context, p api.StatusParams) *api.Status {
 	if silent != "" && k.phase == phaseReady {
 		s.Kernel.State, s.Kernel.Detail = "unresponsive", silent
 		if stopped && s.Healthy {
-			s.Healthy, s.HealthError = false, "the Python kernel does not run: "+silent
+			s.Healthy, s.HealthError = false, "the Python kernel "+strings.TrimPrefix(silent, "it ")
 		}
 	}
 	active, tasks := map[string][]string{}, map[string][]string{}
