@@ -98,6 +98,7 @@ func TestGolden(t *testing.T) {
 		"interrupt pending": {r: func() *api.ExecResult {
 			r := result1("running", 1)
 			r.Interrupt = "pending"
+			r.Blocked = &api.Blocked{ExecID: cellID, ClientID: "calm-otter", Seconds: 12.34, Where: "cell line 3"}
 			return r
 		}()},
 		"replayed": {r: func() *api.ExecResult {

@@ -335,6 +335,12 @@ func (m *Manager) refusal(op, generation string) error {
 	return nil
 }
 
+// Where the ids of cells are found: those who poll are models, those who do not, people.
+const (
+	hintExecID      = "take it from the answer to execute; ws.history.list() and mypr-mcp logs have those of before"
+	hintInterruptID = "take it from mypr-mcp status or mypr-mcp logs, or leave it out"
+)
+
 func (c *connection) poll(ctx context.Context, p api.PollParams) (*answer, error) {
 	m := c.m
 	budget, err := budgetOf("poll", p.MaxBytes)
@@ -343,7 +349,7 @@ func (c *connection) poll(ctx context.Context, p api.PollParams) (*answer, error
 	}
 	if !isExecID(p.ExecID) {
 		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "poll: bad exec_id %q: it has 32 hex digits", p.ExecID).
-			WithHint("take it from the answer to execute; mypr-mcp logs shows those of before")
+			WithHint(hintExecID)
 	}
 	cursor := int64(0)
 	if p.Cursor != nil {
@@ -362,7 +368,7 @@ func (c *connection) poll(ctx context.Context, p api.PollParams) (*answer, error
 			return nil, storageError(err, "poll: the record could not be read")
 		}
 		if e == nil || e.Kind != "execution" {
-			return nil, rpc.Errorf(rpc.CodeNotFound, "poll: there is no execution %s in this workspace", p.ExecID)
+			return nil, rpc.Errorf(rpc.CodeNotFound, "poll: there is no execution %s in this workspace", p.ExecID).WithHint(hintExecID)
 		}
 		// It may have become live, or have been read from the cache's edge, meanwhile.
 		m.mu.Lock()
@@ -587,14 +593,15 @@ func (c *connection) interrupt(ctx context.Context, p api.InterruptParams) (*api
 	if r == nil {
 		if !isExecID(p.ExecID) {
 			return nil, rpc.Errorf(rpc.CodeInvalidRequest, "interrupt: bad exec_id %q: it has 32 hex digits", p.ExecID).
-				WithHint("take it from mypr-mcp status or mypr-mcp logs, or leave it out")
+				WithHint(hintInterruptID)
 		}
 		e, err := m.store.Entity(p.ExecID)
 		if err != nil {
 			return nil, storageError(err, "interrupt: the record could not be read")
 		}
 		if e == nil {
-			return nil, rpc.Errorf(rpc.CodeNotFound, "interrupt: there is no execution %s in this workspace", p.ExecID)
+			return nil, rpc.Errorf(rpc.CodeNotFound, "interrupt: there is no execution %s in this workspace", p.ExecID).
+				WithHint(hintInterruptID)
 		}
 		return &api.InterruptResult{ExecID: e.ID, Outcome: "finished", State: e.State}, nil
 	}

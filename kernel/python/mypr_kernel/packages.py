@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 class PackageJob(Job):
     """An installation that runs."""
 
+    def __repr__(self) -> str:
+        plain = super().__repr__()
+        # Whoever only starts it, and imports, finds that it is not there yet.
+        return plain[:-1] + ": await it before the import>" if self._state() == "running" else plain
+
     def result(self) -> dict[str, Any]:
         """``{"returncode": 0}``; RPCError if it failed, whose hint says what to do."""
         result = super().result()
