@@ -13,6 +13,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"syscall"
@@ -133,6 +134,8 @@ type Supervisor struct {
 	events     []control.UnitEvent
 	subs       map[*subscription]struct{}
 	recent     []control.UnitStatus // of unloaded units, for late waiters
+	unloaded   int                  // since memory was given back
+	tidy       *timer               // until then; nil for none
 
 	readyWait map[string]bool
 	takesOver bool // units of an earlier supervisor
@@ -236,6 +239,7 @@ func (s *Supervisor) Run(ctx context.Context) (err error) {
 		}
 	}
 	signal.Stop(chld)
+	s.tidy.stop()
 	for _, server := range s.servers {
 		server.close()
 	}
@@ -588,6 +592,8 @@ func (s *Supervisor) unload(u *unit) {
 	delete(s.units, u.name)
 	delete(s.dirty, u)
 	s.gone = append(s.gone, u.name)
+	s.unloaded++
+	s.tidyLater()
 	for _, w := range u.waiters {
 		w.answer(st)
 	}
@@ -596,6 +602,29 @@ func (s *Supervisor) unload(u *unit) {
 		s.emit(control.UnitEvent{UnitStatus: st, Previous: st.ActiveState + "/" + st.SubState, Reason: "unloaded", Removed: true})
 	}
 }
+
+// tidyLater gives memory back to the system when many units are gone and no more have
+// come for a while: Go's collector runs after allocations, and then there are none.
+func (s *Supervisor) tidyLater() {
+	if s.tidy != nil || s.unloaded < tidyMany {
+		return
+	}
+	seen := s.unloaded
+	s.tidy = s.afterFunc(tidyAfter, func() {
+		s.tidy = nil
+		if s.unloaded != seen {
+			s.tidyLater()
+			return
+		}
+		s.unloaded = 0
+		debug.FreeOSMemory()
+	})
+}
+
+const (
+	tidyMany  = 100
+	tidyAfter = 10 * time.Second
+)
 
 // recentMax is how many ended runs of unloaded units a late Wait can still ask for.
 const recentMax = 128
