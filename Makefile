@@ -32,7 +32,7 @@ build: ## build bin/mypr-mcp
 
 # The session outlives make and keeps its environment: not with what is exported above.
 run: build ## run a cell in the session of DIR (default: here): make run CODE='1+1'
-	env -u GOFLAGS -u CGO_ENABLED -u MAKEFLAGS -u MFLAGS -u MAKELEVEL $(BIN) -C "$(DIR)" exec '$(subst ','\'',$(CODE))'
+	env -u GOFLAGS -u CGO_ENABLED -u MAKEFLAGS -u MFLAGS -u MAKELEVEL $(BIN) -C "$(DIR)" exec '$(subst ','\'',$(value CODE))'
 
 test: ## install what the tests need and run all of them
 	@test/stages.sh 3 setup build compile
