@@ -109,7 +109,7 @@ class Kernel:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.shell: Shell | None = None
         self.mode = "plain"
-        self.mode_reason = "IPython has not been loaded yet"
+        self.mode_reason = ""  # not known before IPython was looked for
         self._ipython_wanted = False  # it is being loaded, or was
         self._ipython_settled = False
         self._ipython_done: Any = None  # asyncio.Event
