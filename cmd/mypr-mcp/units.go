@@ -29,6 +29,9 @@ func (c *cli) unitsCommand() *cobra.Command {
 		Use: "reload", Short: "Read the unit files again", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			err := c.supervisor(cmd.Context(), func(ctx context.Context, sv *control.Client) error { return sv.DaemonReload(ctx) })
+			if rpc.CodeOf(err) == rpc.CodeInvalidRequest {
+				return rpc.AsError(err).WithHint("correct them, then mypr-mcp units reload")
+			}
 			if err != nil {
 				return err
 			}

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"io"
 	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -144,6 +145,15 @@ func TestStatusAndUnits(t *testing.T) {
 	s.ok("units", "stop", "kernel")
 	if out, code := s.cli("units", "start", "kernel"); code != 1 || !strings.Contains(out, "next: mypr-mcp reset") {
 		t.Errorf("units start kernel: exit %d\n%s", code, out)
+	}
+	if err := os.MkdirAll(filepath.Join(s.dir, ".mypr/units/kernel.service.d"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	s.write(".mypr/units/kernel.service.d/wrong.conf", "[Service]\nMemoryMax=4GX\n")
+	for _, c := range []struct{ args, next string }{{"units reload", "next: correct them, then mypr-mcp units reload"}, {"reset", "mypr-mcp reset tries again"}} {
+		if out, code := s.cli(strings.Fields(c.args)...); code != 1 || !strings.Contains(out, "wrong.conf:2") || !strings.Contains(out, c.next) {
+			t.Errorf("%s with a wrong unit file: exit %d\n%s", c.args, code, out)
+		}
 	}
 	before := s.unitPID("manager.service")
 	s.ok("units", "restart", "manager")

@@ -176,13 +176,13 @@ func (m *Manager) startKernel() {
 // kernelDown says that there will be no kernel and fails the cells that wait for one.
 // Called with mu held.
 func (m *Manager) kernelDown(err error) []*store.Op {
-	m.kernel.setPhase(phaseDown, err.Error())
-	m.lastError = err.Error()
 	e := rpc.AsError(err)
-	text := "the Python kernel could not be started, so nothing of this cell was run: " + e.Message
-	if e.Hint != "" {
-		text += " (" + e.Hint + ")"
+	if e.Hint == "" { // a unit file with a mistake, for example
+		e = e.WithHint("mypr-mcp reset tries again when that is mended")
 	}
+	m.kernel.setPhase(phaseDown, e.Error())
+	m.lastError = e.Error()
+	text := "the Python kernel could not be started, so nothing of this cell was run: " + e.Error()
 	at := now()
 	var list []*staged
 	for _, r := range m.waiting() {
