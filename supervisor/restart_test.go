@@ -140,3 +140,41 @@ func TestCrashRestarts(t *testing.T) {
 		}
 	})
 }
+
+// A run that ends badly in a restart has failed, but a start comes next, which is said:
+// nobody may take the unit for given up.
+func TestFailedInRestart(t *testing.T) {
+	u := shell("k.service", "exec sleep 1000")
+	u.Service.KillSignal = int(syscall.SIGUSR1) // no clean end
+	e := start(t, 2, u)
+	_, err := e.c.Start(e.ctx, control.JobParams{Name: u.Name})
+	e.must(err)
+	c := e.dial()
+	defer c.Close()
+	_, events, err := c.Subscribe(e.ctx, u.Name)
+	e.must(err)
+	for _, again := range []bool{true, false} {
+		ask := e.c.Stop
+		if again {
+			ask = e.c.Restart
+		}
+		r, err := ask(e.ctx, control.JobParams{Name: u.Name})
+		e.must(err)
+		states := []string{"deactivating", "failed"}
+		if again {
+			states = append(states, "activating", "active")
+		}
+		for _, state := range states {
+			ev := <-events
+			if ev.ActiveState != state {
+				t.Fatalf("restarted %v: %+v instead of %s", again, ev, state)
+			}
+			if state == "failed" && ev.StartQueued != again {
+				t.Errorf("restarted %v: a start is queued: %v", again, ev.StartQueued)
+			}
+		}
+		if r.Unit.StartQueued {
+			t.Errorf("restarted %v: %+v", again, r.Unit)
+		}
+	}
+}

@@ -129,6 +129,9 @@ func (u *unit) status() control.UnitStatus {
 		Transient: u.transient, Adopted: u.Adopted, Frozen: u.Frozen, MemoryPeak: u.MemoryPeak, CPUUsageUsec: u.CPU,
 		OOMKills: u.OOMKills, Survivors: u.Survivors,
 	}
+	if j := u.job; j != nil && (j.kind == jobStart || j.kind == jobRestart) {
+		st.StartQueued = j.phase != jobStarting
+	}
 	if u.main != nil && u.main.p != nil {
 		st.MainPID = u.main.p.PID
 	}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"strings"
@@ -29,8 +30,9 @@ func (e givenUp) Unwrap() error { return e.wire }
 func hopeless(u control.UnitStatus) error {
 	switch {
 	case u.Name != managerUnit:
-	case u.ActiveState == control.Failed:
-		return givenUp{rpc.Errorf(rpc.CodeUnavailable, "the manager was given up: %s", strings.TrimSuffix(u.Error+"; "+u.StatusText, "; ")).
+	case u.ActiveState == control.Failed && !u.StartQueued: // in a restart it may fail to end, which is no end
+		why := cmp.Or(u.Error, "its last run ended with "+u.Result)
+		return givenUp{rpc.Errorf(rpc.CodeUnavailable, "the manager was given up: %s", strings.TrimSuffix(why+"; "+u.StatusText, "; ")).
 			WithHint("read .mypr/manager.log, mend it, then: mypr-mcp units start manager")}
 	case u.Frozen:
 		return rpc.Errorf(rpc.CodeUnavailable, "the manager does not answer: it is frozen").

@@ -88,7 +88,8 @@ type UnitStatus struct {
 	ExitSignal    int       `json:"exit_signal,omitempty"` // number of the signal that ended the main process
 	CoreDump      bool      `json:"core_dump,omitempty"`
 	Restarts      int       `json:"restarts"`
-	NextStart     time.Time `json:"next_start,omitzero"` // when auto-restart waits
+	NextStart     time.Time `json:"next_start,omitzero"`    // when auto-restart waits
+	StartQueued   bool      `json:"start_queued,omitempty"` // a start, or that of a restart, comes next: however the last run ended
 	Transient     bool      `json:"transient,omitempty"`
 	Adopted       bool      `json:"adopted,omitempty"`
 	Frozen        bool      `json:"frozen,omitempty"`
