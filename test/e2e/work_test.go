@@ -471,6 +471,19 @@ func TestRestartFromACell(t *testing.T) {
 	if s.unitPID("manager.service") == before {
 		t.Error("the manager was not replaced")
 	}
+	// Memory is kept: the cell ends in the kernel too, and is not taken for one that runs
+	// beside the next ones, whose children would not be heard then.
+	a.must("kept = 2")
+	if got := a.must("await ws.restart(keep_kernel=True)"); !strings.Contains(got, "completed") {
+		t.Error(got)
+	}
+	if got := a.must(`import asyncio, subprocess
+cells = [t for t in asyncio.all_tasks() if t is not asyncio.current_task() and t.get_name().startswith("cell ")]
+cells and await asyncio.wait(cells, timeout=60)
+subprocess.run(["echo", "heard"])
+kept, [t["status"] for t in ws.inspect()["tasks"]].count("running")`); got != "heard\n(2, 1)" {
+		t.Errorf("after a restart that kept memory: %s", got)
+	}
 	// What forces it is cancelled.
 	a.must("import asyncio\nstarted = asyncio.Event()")
 	f := b.tool("execute", map[string]any{"code": `job = await ws.shell.start("sleep 1000"); started.set(); await job`, "wait_ms": 0})

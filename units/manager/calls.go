@@ -35,7 +35,16 @@ func (m *Manager) answerCall(ctx context.Context, c Call) (any, error) {
 			if c.Method == "reset" {
 				return m.reset(p, origin)
 			}
-			return m.restart(p, origin, nil)
+			r, err := m.restart(p, origin, nil)
+			if err != nil || !p.KeepKernel {
+				return r, err
+			}
+			// The cell lives on and waits for this answer: it is that the restart was called
+			// off, or none, by which the kernel knows that another manager is there.
+			if err := m.awaitRestart(ctx); err != nil {
+				return nil, err
+			}
+			return nil, rpc.Errorf(rpc.CodeUnavailable, "ws.restart: restart %s failed", r.ID).WithHint("its record is .mypr/restart.json")
 		})
 	}
 	if m.jobs != nil && m.jobs.Handles(c.Method) {

@@ -1015,7 +1015,7 @@ func (m *Manager) resume() error {
 		}
 	}
 	m.mu.Lock()
-	m.losses = losses
+	m.losses, m.replaced = losses, origin
 	for _, e := range live {
 		switch {
 		case isJob(e.Kind):

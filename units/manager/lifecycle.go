@@ -561,4 +561,7 @@ func (m *Manager) finishRestart(rec *restartRecord) {
 	if r != nil {
 		m.finishOrigin(r, err, fmt.Sprintf("Restart %s completed: version %s, generation %s.\n", rec.ID, rec.NewVersion, generation), "restart failed")
 	}
+	m.mu.Lock()
+	m.replaced = ""
+	m.mu.Unlock()
 }

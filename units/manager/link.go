@@ -282,12 +282,14 @@ func (l *link) event(msg *wire.FromKernel) error {
 	return nil
 }
 
-// asked reports whether it was this cell that asked for the end of the kernel.
+// asked reports whether it was this cell that asked for the end of the kernel, or for a
+// restart that is not over.
 func (l *link) asked(r *run) bool {
 	l.m.mu.Lock()
 	defer l.m.mu.Unlock()
 	k := &l.m.kernel
-	return k.gen == l.generation && k.ending != nil && k.ending.origin == r
+	rec := l.m.restarting
+	return k.gen == l.generation && k.ending != nil && k.ending.origin == r || rec != nil && rec.OriginExecID == r.id || l.m.replaced == r.id
 }
 
 // transition takes a new state of the kernel's.

@@ -166,6 +166,7 @@ type Manager struct {
 	stopping    *connection // the connection that asked for a stop
 	stopReason  string
 	restarting  *restartRecord
+	replaced    string                   // the cell whose restart made this manager, until its end is decided
 	ending      bool                     // this manager ends
 	arrivals    map[string]chan struct{} // closed at a client's next message; for ws.messages.read
 	logChanged  chan struct{}            // closed and replaced when log lines were added and somebody waits

@@ -198,7 +198,8 @@ class Workspace:
     async def restart(self, force: bool = False, keep_kernel: bool = False) -> None:
         """Replace the manager and, unless ``keep_kernel``, the Python process.
 
-        Refused as reset is. Returns only with ``keep_kernel``, once a new manager is there.
+        Refused as reset is. Returns only with ``keep_kernel``, once a new manager is there;
+        for everybody else the cell has ended by then, so let it be the last line of one.
         """
         try:
             await self._leave("restart", {"force": force, "keep_kernel": keep_kernel})
