@@ -35,6 +35,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -270,8 +271,20 @@ func (c *Client) overdue(ctx context.Context, q request, first time.Time, err er
 	if err == nil || ctx.Err() != nil || !errors.Is(err, context.DeadlineExceeded) {
 		return err
 	}
-	return rpc.Errorf(rpc.CodeUnavailable, "the manager did not answer %s within %s", q.method, time.Since(first).Round(100*time.Millisecond)).
-		WithHint("mypr-mcp status; when the manager hangs: mypr-mcp units restart manager, which keeps Python memory")
+	late := rpc.Errorf(rpc.CodeUnavailable, "the manager did not answer %s within %s", q.method, time.Since(first).Round(100*time.Millisecond))
+	c.mu.Lock()
+	socket := c.socket
+	c.mu.Unlock()
+	if c.opts.Trouble != nil && socket != "" {
+		ctx, cancel := context.WithTimeout(ctx, overdue)
+		defer cancel()
+		if t := c.opts.Trouble(ctx, socket); t != nil {
+			why := rpc.AsError(t)
+			late.Message += ": " + strings.TrimPrefix(why.Message, "the manager does not answer: ")
+			return late.WithHint("%s", why.Hint)
+		}
+	}
+	return late.WithHint("mypr-mcp status; when the manager hangs: mypr-mcp units restart manager, which keeps Python memory")
 }
 
 // acquire is a live connection. It joins an attempt that is under way, and makes one

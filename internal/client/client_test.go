@@ -7,6 +7,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -516,6 +517,31 @@ func TestOverdue(t *testing.T) {
 	})
 	_, err := c.Execute(ctx(t), api.ExecuteParams{Code: "1", WaitMS: ms(10)}, nil)
 	if rpc.CodeOf(err) != rpc.CodeUnavailable || !strings.Contains(err.Error(), "did not answer execute within") || !strings.Contains(err.Error(), "request_id=") {
+		t.Errorf("error %v", err)
+	}
+}
+
+// Where it can be told what keeps it, and what to do, that is said.
+func TestOverdueWithTrouble(t *testing.T) {
+	client.SetPatience(t, 50*time.Millisecond)
+	r := clienttest.New(t)
+	var frozen atomic.Bool
+	c := newClient(t, r, func(o *client.Options) {
+		o.Trouble = func(context.Context, string) error {
+			if !frozen.Load() {
+				return nil
+			}
+			return rpc.Errorf(rpc.CodeUnavailable, "the manager does not answer: it is frozen").WithHint("thaw it")
+		}
+	})
+	mustInit(t, c)
+	frozen.Store(true)
+	r.Hook(func(ctx context.Context, _ *rpc.Request) (any, error, bool) {
+		<-ctx.Done()
+		return nil, ctx.Err(), true
+	})
+	_, err := c.Execute(ctx(t), api.ExecuteParams{Code: "1", WaitMS: ms(10)}, nil)
+	if err == nil || !strings.Contains(err.Error(), "s: it is frozen. The cell may") || !strings.Contains(err.Error(), "thaw it") || !strings.Contains(err.Error(), "request_id=") {
 		t.Errorf("error %v", err)
 	}
 }
