@@ -450,7 +450,10 @@ class Kernel:
                     (cell.filename, error.lineno, error.offset, error.text),
                 ) from None
         if self.shell is not None:
-            translated = self.shell.translate(code)
+            try:
+                translated = self.shell.translate(code)
+            except SyntaxError:
+                raise error from None  # where Python found it is what helps, not where IPython did
             if translated != code and translated != code + "\n":
                 return translated
             raise error

@@ -102,6 +102,16 @@ def test_formatters_of_scalars(ipython: Kernel, has_ipython: bool) -> None:
         ipython.run("formatters['text/html'].pop(int); formatters")
     (shown,) = ipython.run("7").of("display")
     assert (shown["text"], shown["files"]) == ("7", [])
+    # The printers of a formatter that was asked before may be replaced as a whole.
+    ipython.run("plain = formatters['text/plain']; own = plain.type_printers")
+    ipython.run("plain.type_printers = {**own, int: lambda n, p, cycle: p.text('seven')}")
+    try:
+        (shown,) = ipython.run("7").of("display")
+        assert shown["text"] == "seven"
+    finally:
+        ipython.run("plain.type_printers = own")
+    (shown,) = ipython.run("7").of("display")
+    assert shown["text"] == "7"
 
 
 def test_interrupted_command_is_ended(ipython: Kernel, has_ipython: bool) -> None:
@@ -122,6 +132,9 @@ def test_syntax_errors_stay_as_they_are(ipython: Kernel) -> None:
     cell = ipython.run("b = = 2")
     assert cell.error.startswith("SyntaxError: invalid syntax (<cell ")
     assert "    b = = 2" in cell.traceback
+    cell = ipython.run("for i in range(3):\n\tprint(i)\n        print(i)")  # IPython fails too
+    assert cell.error.startswith("TabError: inconsistent use of tabs and spaces in indentation (<cell ")
+    assert "transform_cell" not in cell.traceback
 
 
 def test_exit_of_ipython_ends_the_cell(ipython: Kernel, has_ipython: bool) -> None:
