@@ -82,10 +82,6 @@ class Shell(InteractiveShell):
     displays: Displays
     _formatting = False
     _format_error = ""
-    # Of the formatters that were asked last: each attribute of theirs is a descriptor of traitlets.
-    _formatters: list[Any] = []  # noqa: RUF012
-    _plain_printers: dict[Any, Any] = {}  # noqa: RUF012
-    _other_printers: list[dict[Any, Any]] = []  # noqa: RUF012
 
     # -- used by the kernel ----------------------------------------------------
 
@@ -112,16 +108,12 @@ class Shell(InteractiveShell):
         """Whether nobody has changed how a scalar is shown. To ask all of IPython's formatters
         takes as long as everything else that a short cell needs."""
         formatter = self.display_formatter
-        formatters = [*formatter.formatters.values()]
-        if formatters != self._formatters:
-            self._formatters = formatters
-            plain = formatter.formatters["text/plain"]
-            others = [formatter.mimebundle_formatter, formatter.ipython_display_formatter, *formatters]
-            self._plain_printers = plain.type_printers
-            self._other_printers = [f.type_printers for f in others if f is not plain]
-        if self._plain_printers.get(kind) is not pretty._repr_pprint:
+        formatters = formatter.formatters
+        plain = formatters["text/plain"]
+        if plain.type_printers.get(kind) is not pretty._repr_pprint:
             return False
-        return not any(kind in printers for printers in self._other_printers)
+        others = (formatter.mimebundle_formatter, formatter.ipython_display_formatter, *formatters.values())
+        return not any([kind in f.type_printers for f in others if f is not plain])  # noqa: C419
 
     def transform(self, tree: Any) -> Any:
         """Apply what extensions have registered to change code."""
