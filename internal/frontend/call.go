@@ -31,6 +31,7 @@ type call struct {
 	began    time.Time
 	cancel   context.CancelFunc
 	finished chan struct{} // closed at the end
+	behind   *call         // of execute: an init that was asked for before it, or nil
 
 	mu        sync.Mutex // guards the fields below, and the order of what is sent
 	done      bool
@@ -76,6 +77,9 @@ func (c *call) finish(result any, fail *failure) bool {
 	c.s.mu.Lock()
 	if c.s.running[string(c.id)] == c {
 		delete(c.s.running, string(c.id))
+	}
+	if c.s.joining == c {
+		c.s.joining = nil
 	}
 	c.s.mu.Unlock()
 	c.mu.Lock()
@@ -234,6 +238,13 @@ func (c *call) execute(ctx context.Context, a args) (o outcome, after func(), er
 	}
 	if len(p.Code) > api.MaxCodeBytes {
 		return o, nil, &badArgument{fmt.Sprintf("execute: code has %d bytes, over the limit of %d; put it into a file and import or read that", len(p.Code), api.MaxCodeBytes)}
+	}
+	if c.behind != nil { // some clients send both at once
+		select {
+		case <-c.behind.finished:
+		case <-ctx.Done():
+			return o, nil, ctx.Err()
+		}
 	}
 	made := p.RequestID == nil
 	if made {

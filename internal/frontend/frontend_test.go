@@ -665,6 +665,21 @@ func TestCancelAtOnce(t *testing.T) {
 	}
 }
 
+// A client may send init and what needs it at once.
+func TestExecuteRightBehindInit(t *testing.T) {
+	r := clienttest.New(t)
+	r.Play(func(cell *clienttest.Cell) { cell.End(api.Succeeded, "") })
+	c := converse(t, r)
+	const line = `{"jsonrpc":"2.0","id":%d,"method":"tools/call","params":{"name":%q,"arguments":{%s}}}` + "\n"
+	code := `"code":"x"`
+	c.send(fmt.Sprintf(line+line+line, 1, "init", "", 2, "execute", code, 3, "execute", code) + `{"jsonrpc":"2.0","id":4,"method":"ping"}`)
+	for id := 1; id <= 3; id++ {
+		if got := c.result(id); got.IsError {
+			t.Errorf("%d: %s", id, got.Text)
+		}
+	}
+}
+
 // A poll that interrupts does not wait behind calls that wait.
 func TestInterruptOvertakes(t *testing.T) {
 	r := clienttest.New(t)

@@ -39,6 +39,7 @@ type server struct {
 
 	mu      sync.Mutex       // guards the fields below
 	running map[string]*call // by request id, as it was written
+	joining *call            // the init that came last, until it has ended
 	left    leftovers
 	inbox   string // the inbox that was shown last
 }
@@ -452,6 +453,12 @@ func (s *server) call(id json.RawMessage, p params, m meta, modern bool, to sink
 		return failf(mcp.INVALID_REQUEST, "a request with id %s is still being answered", clip(string(id), 64))
 	}
 	s.running[string(id)] = c
+	switch t.name {
+	case "init":
+		s.joining = c
+	case "execute":
+		c.behind = s.joining
+	}
 	s.mu.Unlock()
 	s.calls.Go(func() {
 		defer c.cancel()
