@@ -856,7 +856,7 @@ func (u *unit) watchdogMissed(why string) {
 func (u *unit) freeze(on bool, done func(error)) {
 	switch {
 	case !u.isService() || u.box == nil:
-		done(errors.New("it does not run"))
+		done(errors.New("it has no processes"))
 		return
 	case on && !u.State.up():
 		done(fmt.Errorf("it is %s/%s, not active", u.State.Active(), u.State))

@@ -132,6 +132,8 @@ func unitError(name string, err error) error {
 		return err
 	case e.Code == rpc.CodeNotFound:
 		return e.WithHint("mypr-mcp units lists them")
+	case e.Code == rpc.CodeConflict:
+		return e.WithHint("mypr-mcp units show %s tells how it is", name)
 	case e.Code == rpc.CodeInvalidRequest && name == units.Kernel:
 		return e.WithHint("mypr-mcp reset starts a new kernel, and so does the next cell")
 	}

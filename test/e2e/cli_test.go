@@ -141,6 +141,9 @@ func TestStatusAndUnits(t *testing.T) {
 			t.Errorf("%s says %q", verb, out)
 		}
 	}
+	if out, code := s.cli("freeze", "runtime.socket"); code != 1 || !strings.Contains(out, "it has no processes\nnext: mypr-mcp units show runtime.socket") {
+		t.Errorf("freeze runtime.socket: exit %d\n%s", code, out)
+	}
 	s.ok("thaw", "kernel")
 	s.ok("units", "stop", "kernel")
 	if out, code := s.cli("units", "start", "kernel"); code != 1 || !strings.Contains(out, "next: mypr-mcp reset") {
