@@ -133,6 +133,19 @@ func (r *Request) Bind(v any) error {
 	}
 	d := json.NewDecoder(bytes.NewReader(r.Params))
 	d.DisallowUnknownFields()
+	return r.decode(d, v)
+}
+
+// BindKnown decodes the parameters into v and leaves out what v has no field for. It is
+// for what a program of another version sends before both know of each other.
+func (r *Request) BindKnown(v any) error {
+	if len(r.Params) == 0 {
+		return nil
+	}
+	return r.decode(json.NewDecoder(bytes.NewReader(r.Params)), v)
+}
+
+func (r *Request) decode(d *json.Decoder, v any) error {
 	if err := d.Decode(v); err != nil {
 		return Errorf(CodeInvalidRequest, "%s: bad parameters: %v", r.Method, err)
 	}

@@ -130,7 +130,11 @@ func (c *connection) Handle(ctx context.Context, r *rpc.Request) (any, error) {
 	}
 	switch r.Method {
 	case api.MethodAttach:
-		return handle(ctx, r, c.attach)
+		var p api.AttachParams
+		if err := r.BindKnown(&p); err != nil { // whether it is too new is said by its protocol
+			return nil, err
+		}
+		return c.attach(ctx, p)
 	case api.MethodInit:
 		return handle(ctx, r, c.init)
 	case api.MethodExecute:
@@ -357,6 +361,7 @@ func (c *connection) loadClient(told bool) error {
 	if newest >= c.client.newest {
 		c.client.unread, c.client.newest = unread, newest
 	}
+	c.mailShown = min(c.mailShown, c.client.newest) // it may be of a history that was deleted
 	return nil
 }
 

@@ -391,6 +391,8 @@ func TestAttachRefusals(t *testing.T) {
 	p := w.dial()
 	_, err := call[api.AttachResult](p, api.MethodAttach, api.AttachParams{ConnectionID: p.id, Protocol: 99, Version: "9"})
 	wantCode(t, err, api.CodeProtocol, "protocol 1", "99", "mypr-mcp restart")
+	_, err = call[api.AttachResult](p, api.MethodAttach, map[string]any{"connection_id": p.id, "protocol": 99, "of_protocol_99": 1})
+	wantCode(t, err, api.CodeProtocol)
 	_, err = call[api.AttachResult](p, api.MethodAttach, api.AttachParams{ConnectionID: "no good", Protocol: 1})
 	wantCode(t, err, rpc.CodeInvalidRequest)
 	p.attach(api.AttachParams{})
@@ -670,6 +672,31 @@ func TestMessageWakesOnce(t *testing.T) {
 	}
 	if _, err := m.sendMessage("bold-fox", sendParams{To: "nobody", Text: "x"}); rpc.CodeOf(err) != rpc.CodeNotFound {
 		t.Errorf("to nobody: %v", err)
+	}
+	// What it was shown may be of a history that was deleted: then numbers begin again.
+	p.conn.Close()
+	p = w.dial()
+	p.attach(api.AttachParams{ClientID: "calm-otter", SeenMessage: 1 << 40})
+	wakes := func() bool {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		for c := range m.conns {
+			if c.id == p.id {
+				_, news := c.wakes()
+				return news
+			}
+		}
+		t.Error("not attached")
+		return false
+	}
+	if wakes() {
+		t.Error("what is unread wakes again")
+	}
+	if _, err := m.sendMessage("bold-fox", sendParams{To: "calm-otter", Text: "new"}); err != nil {
+		t.Fatal(err)
+	}
+	if !wakes() {
+		t.Error("a new message wakes nobody")
 	}
 }
 
