@@ -16,7 +16,7 @@ Cells
 - Print little: keep data in variables or files and print what you need. Output is paged; error is only a summary, the traceback is in the output.
 
 Workspace: ws in every cell
-- ws.help() lists what there is, ws.help("shell.run") tells one call. Files, search and git: ws.fs and ws.git.
+- ws.help() lists what there is, ws.help("shell.run") tells one call. Do not assign to ws; del ws brings it back. Files, search and git: ws.fs and ws.git.
 - await ws.shell.run(command) for what is quick; job = await ws.shell.start(command) for what should go on, also without you: later job.status(), job.output(), await job, await job.cancel(). ws.tasks.start(coroutine) detaches async work. ws.tasks.list(), ws.tasks.get(id) and await ws.tasks.attach(id) find both again, whoever started them.
 - ws.skills.list() names the workspace's skills: ws.skills.read(name) those that fit your task. job = await ws.packages.add("httpx"); await job installs. ws.locks, ws.messages and ws.history are for working beside others.
 

@@ -139,7 +139,8 @@ class Kernel:
         self.calls = Calls(self.link)
         self.registry = Registry(self)
         settings = self.settings
-        self.namespace["ws"] = Workspace(settings.workspace, settings.root, self.calls, self.registry)
+        self.api = Workspace(settings.workspace, settings.root, self.calls, self.registry)
+        self.namespace["ws"] = self.api
 
     def _install(self) -> None:
         router = self._router
@@ -358,6 +359,7 @@ class Kernel:
         self.link.settle()
         self.running.append(cell)
         self.registry.began(cell)
+        self.namespace.setdefault("ws", self.api)  # whoever took the name gives it back by del
         self.outbox.state(cell, {"event": "state", "state": RUNNING}, False)
         fields: dict[str, Any]
         program: Program | None = None

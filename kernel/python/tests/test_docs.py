@@ -27,7 +27,8 @@ DOCS = ROOT / "docs"
 
 HEAD = """# The workspace API
 
-Every cell finds it as `ws`. Methods shown with `await` are asynchronous, the others answer at
+Every cell finds it as `ws`, unless one has used the name for something else: `del ws` gives
+it back to the next cell. Methods shown with `await` are asynchronous, the others answer at
 once. `ws.help()` shows the same in a session. This page and those below are made from the
 docstrings (`kernel/python/tests/test_docs.py`); change those.
 

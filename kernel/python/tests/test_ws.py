@@ -122,6 +122,13 @@ def test_help_names_what_exists(kernel: Kernel) -> None:
     assert "private" in kernel.run("ws.help('tasks._registry')").error
 
 
+def test_the_name_can_be_had_again(kernel: Kernel) -> None:
+    assert kernel.run("ws = 1; ws").result == "1"
+    assert kernel.run("ws").result == "1"  # it is theirs
+    assert kernel.run("del ws").error == ""
+    assert kernel.run("ws").result.startswith("<workspace ")
+
+
 def test_exceptions_are_found_on_ws(kernel: Kernel) -> None:
     cell = kernel.run(
         "issubclass(ws.ShellError, ws.RPCError), ws.NotReady.__name__, ws.ResultUnavailable.__name__,"
