@@ -67,7 +67,10 @@ func (s *Socket) Close() error {
 	return s.file.Close()
 }
 
-// call makes a system call that does not wait; EAGAIN is reported as not done.
+// call makes a system call that does not wait; EAGAIN is reported as not done. What an
+// argument points at must not be on the stack, which may move before the call.
+//
+//go:uintptrescapes
 func (s *Socket) call(trap uintptr, a, b, c uintptr) (n int, done bool, err error) {
 	closed := s.raw.Control(func(fd uintptr) {
 		for {
