@@ -198,8 +198,9 @@ func (k *soak) job(wg *sync.WaitGroup) {
 				if told(err) {
 					continue
 				}
-				if err != nil || r.state == api.Succeeded || !k.kernels || try > 20 || strings.Contains(r.err, " lost: ") {
-					break // with kernels that die the question may have to be asked again
+				// With kernels that die the cell that asks may be lost as well, and asks again.
+				if err != nil || r.state == api.Succeeded || !k.kernels || try > 20 || r.state != api.Lost && strings.Contains(r.err, " lost: ") {
+					break
 				}
 			}
 			switch state, output, _ := strings.Cut(r.output, "\n"); {
