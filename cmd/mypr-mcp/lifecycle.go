@@ -19,6 +19,7 @@ import (
 	"mypr/internal/config"
 	"mypr/internal/rpc"
 	"mypr/internal/workspace"
+	"mypr/supervisor"
 	"mypr/supervisor/control"
 	"mypr/supervisor/process"
 )
@@ -89,6 +90,9 @@ cells or jobs run, unless --force cancels them. Returns when everything is gone.
 			var r *stopReport
 			err = c.patiently(ctx, w, "the session to end", func(ctx context.Context) (err error) {
 				r, err = c.stop(ctx, w, force)
+				if err != nil && endedMeanwhile(ctx, w) {
+					r, err = &stopReport{Stopped: true, Note: "somebody else stopped it meanwhile"}, nil
+				}
 				return err
 			})
 			if err != nil {
@@ -185,6 +189,26 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 	}
 	r.Stopped = true
 	return r, nil
+}
+
+// endGrace is how long a session may be on its way out.
+const endGrace = 5 * time.Second
+
+// endedMeanwhile reports whether a session that could not be stopped has ended all the
+// same, as when somebody else stopped it: its sockets go before it does.
+func endedMeanwhile(ctx context.Context, w *workspace.Workspace) bool {
+	ctx, cancel := context.WithTimeout(ctx, endGrace)
+	defer cancel()
+	l, err := w.Discover(ctx)
+	if silentSupervisor(l, err) != nil || err == nil && (l.Supervisor == nil || !l.Supervisor.ShuttingDown) {
+		return false
+	}
+	lock, err := w.SupervisorLock(ctx)
+	if err != nil {
+		return false
+	}
+	defer lock.Close()
+	return supervisor.Orphans(stateFile(w)) == nil
 }
 
 // silentSupervisor is the supervisor that Discover found to hang, or nil.

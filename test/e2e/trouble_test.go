@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 
@@ -155,5 +156,23 @@ func TestStopEndsOrphans(t *testing.T) {
 			}
 			s.nothingLeft(sv.Cgroup)
 		})
+	}
+}
+
+// Several people stop a session at the same time: whoever comes too late is not told that
+// it is alive and out of reach.
+func TestStopTwice(t *testing.T) {
+	s := newSession(t)
+	for range 3 {
+		s.ok("exec", "1")
+		var stops sync.WaitGroup
+		for range 4 {
+			stops.Go(func() {
+				if out, code := s.cli("stop"); code != 0 && !strings.Contains(out, "is being stopped") {
+					t.Errorf("exit status %d\n%s", code, out)
+				}
+			})
+		}
+		stops.Wait()
 	}
 }
