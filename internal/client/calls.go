@@ -52,19 +52,35 @@ func (c *Client) whole(generation string) string {
 
 // Init binds this client to a logical client id, which it keeps over reconnects.
 func (c *Client) Init(ctx context.Context, p api.InitParams) (*api.InitResult, error) {
-	var res api.InitResult
-	_, err := c.do(ctx, request{
-		method: api.MethodInit, budget: grace, again: true, result: &res,
-		params: func(time.Duration) any { return p },
-	})
-	if err != nil {
-		return nil, err
+	var first *api.InitResult
+	for range maxSends {
+		var res api.InitResult
+		var by *link
+		_, err := c.do(ctx, request{
+			method: api.MethodInit, budget: grace, again: true, result: &res, by: &by,
+			params: func(time.Duration) any { return p },
+		})
+		if err != nil {
+			return nil, err
+		}
+		c.mu.Lock()
+		c.clientID, c.unbound = res.ClientID, ""
+		bound := c.link == by
+		c.mu.Unlock()
+		if first == nil {
+			first = &res
+		} else if first.Notice == nil {
+			first.Notice = res.Notice
+		}
+		if bound {
+			break
+		}
+		// The connection ended with its answer, and the next one may have been made
+		// without the id.
+		p.ClientID = &res.ClientID
 	}
-	c.mu.Lock()
-	c.clientID, c.unbound = res.ClientID, ""
-	c.mu.Unlock()
-	c.shown(res.Runtime.Generation, res.Inbox)
-	return &res, nil
+	c.shown(first.Runtime.Generation, first.Inbox)
+	return first, nil
 }
 
 // Execute submits a cell, and waits for its end as long as p says. When p has no

@@ -210,6 +210,7 @@ type request struct {
 	result any
 	budget time.Duration // from the first sending on
 	again  bool          // may be sent again
+	by     **link        // when not nil: set to who answered
 }
 
 // do carries one request to an answer.
@@ -233,6 +234,9 @@ func (c *Client) do(ctx context.Context, q request) (sends int, err error) {
 		}
 		sends++
 		err = c.send(sendCtx, l, q, time.Since(first))
+		if q.by != nil {
+			*q.by = l
+		}
 		if err == nil || !errors.Is(err, rpc.ErrClosed) {
 			return sends, c.overdue(ctx, q, first, err)
 		}

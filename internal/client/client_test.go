@@ -207,6 +207,34 @@ func TestIdleReconnect(t *testing.T) {
 	}
 }
 
+// A connection may end right after it has answered init: the next one has the id as well.
+func TestDeathBehindInit(t *testing.T) {
+	r := clienttest.New(t)
+	for range 100 {
+		c := newClient(t, r)
+		again := make(chan struct{})
+		var once sync.Once
+		r.Hook(func(_ context.Context, q *rpc.Request) (any, error, bool) {
+			if q.Method == api.MethodInit {
+				once.Do(func() {
+					go func() { // the answer may or may not be sent before
+						defer close(again)
+						r.Kill()
+						r.Start()
+					}()
+				})
+			}
+			return nil, nil, false
+		})
+		mustInit(t, c)
+		<-again
+		if _, err := c.Execute(ctx(t), api.ExecuteParams{Code: "1"}, nil); err != nil {
+			t.Fatal(err)
+		}
+		c.Close()
+	}
+}
+
 // A message that was shown is not news to the next manager either.
 func TestSeenMessage(t *testing.T) {
 	r := clienttest.New(t)
