@@ -125,6 +125,7 @@ type execution struct {
 	// waited: most starts are over in a moment.
 	starting string
 	waited   bool
+	blocked  bool // it was said that another cell holds Python
 }
 
 // interrupts turns the first Ctrl-C into an interrupt of the cell, once there is one,
@@ -189,7 +190,8 @@ func (e *execution) run(ctx context.Context, code string) error {
 			return e.outcome(r)
 		}
 		cursor, wait := r.Cursor, int64(api.MaxWaitMS)
-		if slices.ContainsFunc(r.Warnings, func(w api.Warning) bool { return w.Code == kernelStarting }) {
+		if slices.ContainsFunc(r.Warnings, func(w api.Warning) bool { return w.Code == kernelStarting }) ||
+			r.State == api.Queued && !e.blocked && len(r.Warnings) == 0 { // soon it is seen what keeps it
 			wait = startingWaitMS
 		}
 		e.waited = true
@@ -213,6 +215,10 @@ func (e *execution) print(r *api.ExecResult) {
 	}
 	for _, ev := range r.Output {
 		e.event(ev)
+	}
+	if b := r.Blocked; b != nil && b.ExecID != r.ExecID && !e.blocked {
+		e.note("waiting: cell %s has held Python for %.1fs (mypr-mcp interrupt stops that one)", b.ExecID, b.Seconds)
+		e.blocked = true
 	}
 	for _, w := range r.Warnings {
 		if w.Code == kernelStarting { // what the cell waits for; nothing is wrong

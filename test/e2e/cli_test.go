@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -85,6 +86,36 @@ func TestExecStreamsAndInterrupts(t *testing.T) {
 	if out := s.ok("exec", "y"); out != "1\n" {
 		t.Errorf("memory: %q", out)
 	}
+}
+
+// A cell behind one that holds Python waits, and says for what.
+func TestExecBehindABlockingCell(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("a")
+	f.must("import time")
+	blocking := f.tool("execute", map[string]any{"code": "time.sleep(1000)", "wait_ms": 0})
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	cmd := s.command(ctx, "exec", "40 + 2")
+	var out bytes.Buffer
+	cmd.Stdout = &out
+	told, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	line, err := bufio.NewReader(told).ReadString('\n')
+	if !strings.Contains(line, "waiting: cell "+blocking.Exec.ExecID) || !strings.Contains(line, "mypr-mcp interrupt") {
+		t.Errorf("it says %q (%v)", line, err)
+	}
+	s.ok("interrupt")
+	if err := cmd.Wait(); err != nil || out.String() != "42\n" {
+		t.Errorf("%v, %q", err, out.String())
+	}
+	f.finish(blocking)
 }
 
 func TestStatusWithoutRuntime(t *testing.T) {
