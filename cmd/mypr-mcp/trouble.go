@@ -53,8 +53,18 @@ func trouble(ctx context.Context, socket string) error {
 	if err != nil {
 		return nil
 	}
+	// A session that is being stopped is no trouble: whoever may starts the next one.
+	verdict := func(u control.UnitStatus) error {
+		err := hopeless(u)
+		if err != nil {
+			if info, e := sv.Info(ctx); e != nil || info.ShuttingDown {
+				return nil
+			}
+		}
+		return err
+	}
 	for _, u := range now {
-		if err := hopeless(u); err != nil {
+		if err := verdict(u); err != nil {
 			return err
 		}
 	}
@@ -64,7 +74,7 @@ func trouble(ctx context.Context, socket string) error {
 			if !ok {
 				return nil
 			}
-			if err := hopeless(e.UnitStatus); err != nil {
+			if err := verdict(e.UnitStatus); err != nil {
 				return err
 			}
 		case <-ctx.Done():

@@ -401,14 +401,20 @@ func (c *Client) dial(ctx context.Context, r right) (*link, error) {
 		return nil, rpc.Errorf(CodeStopped, "%s: Python memory is gone, files and history remain", msg).
 			WithHint("the next call starts a new session")
 	}
-	socket, err := c.opts.Ensure(ctx)
-	if err != nil {
-		return nil, err
+	for again := false; ; again = true {
+		socket, err := c.opts.Ensure(ctx)
+		if err != nil {
+			return nil, err
+		}
+		c.mu.Lock()
+		c.socket = socket
+		c.mu.Unlock()
+		l, err := c.attach(ctx, socket)
+		if err == nil || again || !rpc.IsGone(err) {
+			return l, err
+		}
+		// It was stopped between the two, or before it had answered.
 	}
-	c.mu.Lock()
-	c.socket = socket
-	c.mu.Unlock()
-	return c.attach(ctx, socket)
 }
 
 // attach connects and introduces this client. A connection that ends before the

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -96,6 +97,25 @@ func TestConnectsAtFirstUse(t *testing.T) {
 	a := r.Attached()
 	if len(a) != 1 || a[0].Name != "claude-code 2.1.285" || a[0].Kind != "frontend" || len(a[0].ConnectionID) != 32 || !a[0].Progress {
 		t.Fatalf("attached as %+v", a)
+	}
+}
+
+// What Ensure found may be stopped before it is connected to: then the next is found or
+// started.
+func TestStoppedBeforeItWasConnectedTo(t *testing.T) {
+	r := clienttest.New(t)
+	asked := 0
+	c := newClient(t, r, func(o *client.Options) {
+		o.Ensure = func(ctx context.Context) (string, error) {
+			if asked++; asked == 1 {
+				return filepath.Join(t.TempDir(), "gone.sock"), nil
+			}
+			return r.Ensure(ctx)
+		}
+	})
+	mustInit(t, c)
+	if asked != 2 {
+		t.Errorf("asked %d times", asked)
 	}
 }
 
