@@ -142,7 +142,9 @@ func (c *connection) whenOver(r *run, over, late func()) bool {
 	}
 	r.over = func(ended bool) func() {
 		r.over = nil
-		if !ended || r.JournalBytes > promptBytes || c.client == nil || c.client.unread > 0 {
+		// What a manager of before has stored is not in memory: the page would wait for
+		// the store, of which this is a callback.
+		if !ended || r.JournalBytes > promptBytes || !r.log.InMemory(0) || c.client == nil || c.client.unread > 0 {
 			return func() { go late() }
 		}
 		return over

@@ -580,6 +580,47 @@ func TestStateIsAsNewAsTheOutput(t *testing.T) {
 	}
 }
 
+// A call that is repeated at another manager, and waits for the end of its cell there, is
+// answered with what the manager of before has stored.
+func TestRepeatedAtAnotherManager(t *testing.T) {
+	w := newWorld(t)
+	p := w.client("calm-otter")
+	for i := range 10 { // the cell may end before the call comes
+		gate := fmt.Sprintf("gate%d", i)
+		params := api.ExecuteParams{Code: "print:before gate:" + gate, RequestID: ptr("request-" + gate), WaitMS: ptr(int64(0))}
+		r, err := call[api.ExecResult](p, api.MethodExecute, params)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for r.Cursor == 0 {
+			r = p.poll(api.PollParams{ExecID: r.ExecID, WaitMS: ptr(int64(api.MaxWaitMS))})
+		}
+		p.conn.Close()
+		w.halt()
+		w.start()
+		w.manager()
+		p = w.dial()
+		p.attach(api.AttachParams{ClientID: "calm-otter"})
+		p.poll(api.PollParams{ExecID: r.ExecID, WaitMS: ptr(int64(0))})
+		got := make(chan error, 1)
+		go func() {
+			params.WaitMS = ptr(int64(api.MaxWaitMS))
+			r, err := call[api.ExecResult](p, api.MethodExecute, params)
+			if err == nil && (r.State != api.Succeeded || text(r) != "before\n") {
+				err = fmt.Errorf("%s, with output %q", r.State, text(r))
+			}
+			got <- err
+		}()
+		for range i % 3 {
+			p.poll(api.PollParams{ExecID: r.ExecID, WaitMS: ptr(int64(0))})
+		}
+		w.sup.current().open(gate)
+		if err := <-got; err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 // A message ends a wait, once for each connection; afterwards calls wait as usual.
 func TestMessageWakesOnce(t *testing.T) {
 	w := newWorld(t)
