@@ -315,8 +315,6 @@ class Registry:
             self._handles.pop(old.id, None)
             if isinstance(old, LocalHandle):
                 self._cached -= old.buffer.used
-        if self._cached <= CACHE_BYTES:
-            return
         newest = self._completed[-1]
         for old in self._completed:
             if old is newest or self._cached <= CACHE_BYTES:
