@@ -56,6 +56,9 @@ const (
 	stopTimeout  = 60 * time.Second
 	maxSends     = 12 // of one call: the manager may be dying of that very call; the supervisor gives it up after as many starts in a minute
 	maxAttaches  = 10 // in a row: connections that end before they are attached
+
+	// A short cell is answered in less, and an agent calls less than once a second.
+	linger = time.Millisecond
 )
 
 // CodeStopped is the code of a call whose runtime was stopped while it waited.
@@ -438,6 +441,7 @@ func (c *Client) attachOnce(ctx context.Context, socket string) (*link, error) {
 	if err != nil {
 		return nil, fmt.Errorf("cannot connect to the runtime at %s: %w", socket, err)
 	}
+	conn.Linger(linger)
 	l := &link{conn: conn, id: NewID()}
 	if c.opts.Passive {
 		// Only what answers is asked for something: in the backlog of a manager that is

@@ -35,7 +35,9 @@ import (
 	"runtime"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -240,6 +242,9 @@ type Conn struct {
 	writing chan struct{} // holds a token while somebody writes a frame
 	serving chan struct{} // holds a token for each request whose answer has not been written
 
+	linger time.Duration // see Linger
+	prompt atomic.Bool   // the last call was answered within it
+
 	mu       sync.Mutex // guards the fields below
 	nextID   uint64
 	pending  map[uint64]chan answer
@@ -300,6 +305,12 @@ func peerOf(sock *net.UnixConn) Peer {
 	})
 	return p
 }
+
+// Linger makes each Call look for its answer for up to d before it sleeps, provided that
+// the one before was answered within that time: to wake a sleeping process takes as long
+// as a short call does. It is for a process that has nothing else to do meanwhile, and
+// must be set before the first call.
+func (c *Conn) Linger(d time.Duration) { c.linger = d }
 
 // Peer says who is at the other end.
 func (c *Conn) Peer() Peer { return c.peer }
@@ -390,6 +401,13 @@ func (c *Conn) CallFiles(ctx context.Context, method string, params any, send []
 			return nil, c.ended(method)
 		}
 		return nil, fmt.Errorf("%s: %w", method, err)
+	}
+	if c.linger > 0 {
+		sent := time.Now()
+		defer func() { c.prompt.Store(time.Since(sent) < c.linger) }()
+		if c.prompt.Load() {
+			c.sock.Linger(c.linger, func() bool { return len(ch) > 0 }) // another thread may have read it
+		}
 	}
 	var a answer
 	select {

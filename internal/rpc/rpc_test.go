@@ -1077,3 +1077,35 @@ func BenchmarkCall(b *testing.B) {
 		}
 	}
 }
+
+// Who lingers looks for the answer only while answers come at once: a call that takes
+// longer costs the one after it nothing.
+func TestLinger(t *testing.T) {
+	later := make(chan struct{})
+	c, _ := pair(t, nil, HandlerFunc(func(_ context.Context, r *Request) (any, error) {
+		if r.Method == "slow" {
+			<-later
+		}
+		return r.Method, nil
+	}))
+	c.Linger(time.Minute)
+	call := func(method string) {
+		t.Helper()
+		var got string
+		if err := c.Call(t.Context(), method, nil, &got); err != nil || got != method {
+			t.Fatalf("%s: %q, %v", method, got, err)
+		}
+	}
+	call("prompt")
+	if !c.prompt.Load() {
+		t.Error("the second call does not linger")
+	}
+	call("prompt") // looks for it
+	c.Linger(time.Millisecond)
+	time.AfterFunc(5*time.Millisecond, func() { close(later) })
+	call("slow")
+	if c.prompt.Load() {
+		t.Error("the call after a slow one lingers")
+	}
+	call("prompt") // sleeps
+}

@@ -9,6 +9,7 @@ import (
 	"runtime"
 	"sync"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -124,6 +125,22 @@ func (s *Socket) Receive(b, oob []byte) (n, oobn, flags int, err error) {
 		return 0, 0, 0, fmt.Errorf("recvmsg: %w", err)
 	}
 	return n, int(msg.Controllen), int(msg.Flags), nil
+}
+
+// Linger returns when there is input, or over reports true, or d later. It keeps its
+// processor from sleeping but not from others: whoever can run goes first.
+func (s *Socket) Linger(d time.Duration, over func() bool) {
+	fds, never := []unix.PollFd{{Events: unix.POLLIN}}, new(unix.Timespec)
+	until := time.Now().Add(d)
+	_ = s.raw.Control(func(fd uintptr) {
+		fds[0].Fd = int32(fd)
+		for !over() && time.Now().Before(until) {
+			if n, _, _ := unix.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(unsafe.SliceData(fds))), 1, uintptr(unsafe.Pointer(never)), 0, 0, 0); n == 1 {
+				return
+			}
+			_, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
+		}
+	})
 }
 
 // TrySend sends what there is room for now, which may be nothing, also because of an
