@@ -37,7 +37,88 @@ var private = []string{
 // environment, Environment=, EnvironmentFile=, then UnsetEnvironment= takes away, and
 // what the service protocol sets cannot be overridden.
 func (u *unit) environment(main bool, cred *credential) ([]string, error) {
-	sv := u.def.Service
+	base, err := u.s.environments.of(u.def.Service, cred)
+	if err != nil {
+		return nil, err
+	}
+	env := append(make(environ, 0, len(base)+8), base...)
+	if u.isTTY() && env.get("TERM") == "" {
+		env.set("TERM", "xterm-256color")
+	}
+	env.set("INVOCATION_ID", u.Invocation)
+	if !u.def.Service.ExactEnvironment {
+		env.set(ControlEnvironment, u.s.opt.ControlPath)
+	}
+	if access := u.notifyAccess(); u.s.opt.NotifyPath != "" && (access == "exec" || access == "all" || access == "main" && main) {
+		env.set(notify.Environment, u.s.opt.NotifyPath)
+	}
+	if main && u.WatchdogUS > 0 {
+		env.set("WATCHDOG_USEC", strconv.FormatInt(u.WatchdogUS, 10))
+	}
+	if !main && u.main != nil && u.main.p != nil {
+		env.set("MAINPID", strconv.Itoa(u.main.p.PID))
+	}
+	if u.State == Stop || u.State == StopPost {
+		env.set("SERVICE_RESULT", u.Result)
+		if u.MainEnded && u.Exit.Known {
+			code, status := "exited", strconv.Itoa(u.Exit.Code)
+			if u.Exit.Signal != 0 {
+				code, status = "killed", strings.TrimPrefix(process.SignalName(u.Exit.Signal), "SIG")
+				if u.Exit.CoreDump {
+					code = "dumped"
+				}
+			}
+			env.set("EXIT_CODE", code)
+			env.set("EXIT_STATUS", status)
+		}
+	}
+	return env, nil
+}
+
+// environ is NAME=VALUE strings, each name once.
+type environ []string
+
+func (e environ) index(name string) int {
+	return slices.IndexFunc(e, func(kv string) bool {
+		return len(kv) > len(name) && kv[len(name)] == '=' && kv[:len(name)] == name
+	})
+}
+
+func (e environ) get(name string) string {
+	if i := e.index(name); i >= 0 {
+		return e[i][len(name)+1:]
+	}
+	return ""
+}
+
+func (e *environ) set(name, value string) {
+	if i := e.index(name); i >= 0 {
+		(*e)[i] = name + "=" + value
+	} else {
+		*e = append(*e, name+"="+value)
+	}
+}
+
+// environments makes of a unit what its processes get in any case, and remembers the last
+// exact one: the commands of a session nearly all have the same.
+type environments struct {
+	from spec.Environment
+	base environ
+}
+
+func (m *environments) of(sv *spec.Service, cred *credential) (environ, error) {
+	plain := sv.ExactEnvironment && len(sv.Environment) > 0 && len(sv.EnvironmentFile)+len(sv.PassEnvironment)+len(sv.UnsetEnvironment) == 0
+	if plain && len(m.from) == len(sv.Environment) && &m.from[0] == &sv.Environment[0] {
+		return m.base, nil
+	}
+	base, err := baseEnvironment(sv, cred)
+	if plain && err == nil {
+		m.from, m.base = sv.Environment, base
+	}
+	return base, err
+}
+
+func baseEnvironment(sv *spec.Service, cred *credential) (environ, error) {
 	env := make(map[string]string, len(sv.Environment)+8)
 	set := func(kv string) {
 		if k, v, ok := strings.Cut(kv, "="); ok && k != "" {
@@ -90,36 +171,7 @@ func (u *unit) environment(main bool, cred *credential) ([]string, error) {
 			delete(env, k)
 		}
 	}
-	if u.isTTY() && env["TERM"] == "" {
-		env["TERM"] = "xterm-256color"
-	}
-	env["INVOCATION_ID"] = u.Invocation
-	if !sv.ExactEnvironment {
-		env[ControlEnvironment] = u.s.opt.ControlPath
-	}
-	if access := u.notifyAccess(); u.s.opt.NotifyPath != "" && (access == "exec" || access == "all" || access == "main" && main) {
-		env[notify.Environment] = u.s.opt.NotifyPath
-	}
-	if main && u.WatchdogUS > 0 {
-		env["WATCHDOG_USEC"] = strconv.FormatInt(u.WatchdogUS, 10)
-	}
-	if !main && u.main != nil && u.main.p != nil {
-		env["MAINPID"] = strconv.Itoa(u.main.p.PID)
-	}
-	if u.State == Stop || u.State == StopPost {
-		env["SERVICE_RESULT"] = u.Result
-		if u.MainEnded && u.Exit.Known {
-			switch {
-			case u.Exit.Signal == 0:
-				env["EXIT_CODE"], env["EXIT_STATUS"] = "exited", strconv.Itoa(u.Exit.Code)
-			case u.Exit.CoreDump:
-				env["EXIT_CODE"], env["EXIT_STATUS"] = "dumped", strings.TrimPrefix(process.SignalName(u.Exit.Signal), "SIG")
-			default:
-				env["EXIT_CODE"], env["EXIT_STATUS"] = "killed", strings.TrimPrefix(process.SignalName(u.Exit.Signal), "SIG")
-			}
-		}
-	}
-	list := make([]string, 0, len(env)+4)
+	list := make(environ, 0, len(env))
 	for k, v := range env {
 		list = append(list, k+"="+v)
 	}
@@ -348,7 +400,7 @@ func (u *unit) command(c spec.Command, main bool) (*process.Command, []*os.File,
 	if err != nil {
 		return nil, nil, &setupError{noProcess, err}
 	}
-	p := &process.Command{Path: c.Path, Args: c.Args, Env: env, CgroupFD: -1, OOMScoreAdjust: sv.OOMScoreAdjust, Setup: setup(sv)}
+	p := &process.Command{Path: c.Path, Args: c.Args, Env: env, CgroupFD: -1, OOMScoreAdjust: sv.OOMScoreAdjust, TimerSlack: sv.TimerSlack, Setup: setup(sv)}
 	if len(p.Args) == 0 {
 		p.Args = []string{c.Path}
 	}

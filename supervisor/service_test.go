@@ -197,15 +197,20 @@ func TestProcessAttributes(t *testing.T) {
 	tiers(t, func(t *testing.T, tier int) {
 		e := start(t, tier)
 		umask, nice, oom := uint32(0o027), 5, 321
-		u := shell("attr.service", "umask; nice; ulimit -n; ulimit -c; cat /proc/self/oom_score_adj; pwd; ps -o sid= -p $$ | tr -d ' '; echo $$")
+		u := shell("attr.service", "umask; nice; ulimit -n; ulimit -c; cat /proc/self/oom_score_adj; pwd; ps -o sid= -p $$ | tr -d ' '; echo $$; cat /proc/self/timerslack_ns")
 		u.Service.UMask, u.Service.Nice, u.Service.OOMScoreAdjust = &umask, &nice, &oom
+		u.Service.TimerSlack = 123 * time.Microsecond
 		u.Service.LimitNOFILE = &spec.Rlimit{Soft: 123, Hard: 456}
 		u.Service.LimitCORE = &spec.Rlimit{}
 		u.Service.WorkingDirectory = e.dir
 		out, _ := e.output(u, nil)
 		f := strings.Fields(out)
-		if len(f) != 8 || f[0] != "0027" || f[1] != "5" || f[2] != "123" || f[3] != "0" || f[4] != "321" || f[5] != e.dir || f[6] != f[7] {
+		if len(f) != 9 || f[8] != "123000" || f[0] != "0027" || f[1] != "5" || f[2] != "123" || f[3] != "0" || f[4] != "321" || f[5] != e.dir || f[6] != f[7] {
 			t.Errorf("got %q", f)
+		}
+		// Nobody's timers wait as long as the supervisor's own do.
+		if out, _ := e.output(shell("slack.service", "cat /proc/self/timerslack_ns"), nil); out != "50000\n" {
+			t.Errorf("timer slack %q", out)
 		}
 		if os.Getuid() == 0 {
 			u = shell("user.service", "id -un; id -gn; echo $HOME $USER")

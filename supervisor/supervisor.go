@@ -142,6 +142,9 @@ type Supervisor struct {
 	ending    int  // shims that were killed and have not gone yet
 	forked    bool // since the last flush
 	spare     *spareGroup
+
+	environments environments
+
 	shutting  bool
 	hurried   time.Duration // no state of a stop may last longer now; 0: as long as the units say
 	hurry     []*timer      // of StopWithin

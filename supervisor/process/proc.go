@@ -4,9 +4,11 @@ import (
 	"bytes"
 	"fmt"
 	"os"
+	"runtime"
 	"strconv"
 	"sync"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -199,6 +201,37 @@ func lendOOMScore(score int) (restore func()) {
 		return nil
 	}
 	return func() { _ = set(own) }
+}
+
+// DefaultTimerSlack is what the kernel gives a process whose parent asks for nothing else.
+const DefaultTimerSlack = 50 * time.Microsecond
+
+// SetTimerSlack sets that of the calling thread, and so of what it starts. It returns what
+// it was.
+func SetTimerSlack(d time.Duration) (was time.Duration, err error) {
+	n, err := unix.PrctlRetInt(unix.PR_GET_TIMERSLACK, 0, 0, 0, 0)
+	if err != nil {
+		return 0, os.NewSyscallError("prctl(PR_GET_TIMERSLACK)", err)
+	}
+	if was = time.Duration(n); was == d {
+		return was, nil
+	}
+	return was, os.NewSyscallError("prctl(PR_SET_TIMERSLACK)", unix.Prctl(unix.PR_SET_TIMERSLACK, uintptr(d), 0, 0, 0))
+}
+
+// lendTimerSlack gives the calling thread another slack, for a child to inherit, and keeps
+// the goroutine on it until restore is called, which is nil when there is nothing to do.
+func lendTimerSlack(d time.Duration) (restore func()) {
+	runtime.LockOSThread()
+	was, err := SetTimerSlack(d)
+	if err != nil || was == d {
+		runtime.UnlockOSThread()
+		return nil
+	}
+	return func() {
+		_, _ = SetTimerSlack(was)
+		runtime.UnlockOSThread()
+	}
 }
 
 // BecomeSubreaper makes the calling process the parent of orphaned descendants.

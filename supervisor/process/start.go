@@ -1,6 +1,7 @@
 package process
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -31,8 +33,10 @@ type Command struct {
 	Credential *syscall.Credential `json:"credential,omitempty"`
 	// OOMScoreAdjust is set as far as the privileges allow (lowering needs
 	// CAP_SYS_RESOURCE); the caller may look at what it became.
-	OOMScoreAdjust *int  `json:"oom_score_adjust,omitempty"`
-	Setup          Setup `json:"setup,omitzero"`
+	OOMScoreAdjust *int `json:"oom_score_adjust,omitempty"`
+	// TimerSlack of the process; 0: the kernel's default.
+	TimerSlack time.Duration `json:"timer_slack,omitempty"`
+	Setup      Setup         `json:"setup,omitzero"`
 }
 
 // Setup is what only the new process can set for itself without a race. If any of
@@ -97,6 +101,9 @@ func Start(c *Command) (p *Process, status *os.File, err error) {
 		if restore := lendOOMScore(*c.OOMScoreAdjust); restore != nil {
 			defer restore()
 		}
+	}
+	if restore := lendTimerSlack(cmp.Or(c.TimerSlack, DefaultTimerSlack)); restore != nil {
+		defer restore()
 	}
 	before := bootTicks()
 	pid, err := syscall.ForkExec(path, args, attr)

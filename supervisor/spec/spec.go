@@ -147,15 +147,15 @@ type Service struct {
 	Sockets                []string `json:"sockets,omitempty"` // socket units whose fds this service gets; besides those with Service= naming it
 	FileDescriptorStoreMax int      `json:"file_descriptor_store_max,omitempty"`
 
-	WorkingDirectory         string   `json:"working_directory,omitempty"`
-	WorkingDirectoryOptional bool     `json:"working_directory_optional,omitempty"` // "-" prefix
-	User                     string   `json:"user,omitempty"`
-	Group                    string   `json:"group,omitempty"`
-	UMask                    *uint32  `json:"umask,omitempty"`
-	Environment              []string `json:"environment,omitempty"`       // NAME=VALUE, later wins
-	EnvironmentFile          []string `json:"environment_file,omitempty"`  // "-" prefix: may be absent; read at each start
-	PassEnvironment          []string `json:"pass_environment,omitempty"`  // names taken from the supervisor's own environment
-	UnsetEnvironment         []string `json:"unset_environment,omitempty"` // NAME or NAME=VALUE
+	WorkingDirectory         string      `json:"working_directory,omitempty"`
+	WorkingDirectoryOptional bool        `json:"working_directory_optional,omitempty"` // "-" prefix
+	User                     string      `json:"user,omitempty"`
+	Group                    string      `json:"group,omitempty"`
+	UMask                    *uint32     `json:"umask,omitempty"`
+	Environment              Environment `json:"environment,omitempty"`       // NAME=VALUE, later wins
+	EnvironmentFile          []string    `json:"environment_file,omitempty"`  // "-" prefix: may be absent; read at each start
+	PassEnvironment          []string    `json:"pass_environment,omitempty"`  // names taken from the supervisor's own environment
+	UnsetEnvironment         []string    `json:"unset_environment,omitempty"` // NAME or NAME=VALUE
 	// ExactEnvironment: the process gets Environment and nothing else but what the
 	// service protocol itself sets. For transient units whose caller resolved it all.
 	ExactEnvironment bool `json:"exact_environment,omitempty"`
@@ -174,6 +174,10 @@ type Service struct {
 	LimitFSIZE     *Rlimit `json:"limit_fsize,omitempty"`
 	Nice           *int    `json:"nice,omitempty"`
 	OOMScoreAdjust *int    `json:"oom_score_adjust,omitempty"`
+	// TimerSlack is how much later than asked for a timer may wake the process, so that it
+	// wakes together with others (prctl(2), PR_SET_TIMERSLACK). Default 50 µs, which is the
+	// kernel's; systemd's default is its own.
+	TimerSlack time.Duration `json:"timer_slack,omitempty"`
 
 	MemoryMax     uint64 `json:"memory_max,omitempty"`      // bytes; 0: not set
 	MemoryHigh    uint64 `json:"memory_high,omitempty"`     // bytes

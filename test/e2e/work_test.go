@@ -740,3 +740,23 @@ func wheel(t *testing.T, name, version, code string) string {
 	}
 	return b.String()
 }
+
+// The processes of the session may be woken late, to disturb the work less; the work may not.
+func TestTimerSlack(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("")
+	own := "open('/proc/self/timerslack_ns').read().strip()"
+	if got := f.must("(" + own + `, (await ws.shell.run("cat /proc/self/timerslack_ns"))["stdout"].strip())`); got != "('50000', '50000')" {
+		t.Errorf("kernel and command: %s", got)
+	}
+	if os.Getuid() != 0 { // others' are not shown
+		return
+	}
+	for name, pid := range map[string]int{"manager": s.unitPID("manager.service"), "supervisor": s.status().Supervisor.PID} {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/timerslack_ns", pid))
+		if err != nil || string(b) != "1000000\n" {
+			t.Errorf("%s: %q, %v", name, b, err)
+		}
+	}
+}

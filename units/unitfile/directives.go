@@ -124,9 +124,16 @@ func serviceDirectives() map[string]setter {
 		"LimitFSIZE":         rlimit(func(p *parser) **spec.Rlimit { return &p.service.LimitFSIZE }, parseSize),
 		"Nice":               optional(func(p *parser) **int { return &p.service.Nice }, func(s string) (int, error) { return parseInt(s, -20, 19) }),
 		"OOMScoreAdjust":     optional(func(p *parser) **int { return &p.service.OOMScoreAdjust }, func(s string) (int, error) { return parseInt(s, -1000, 1000) }),
-		"MemoryMax":          amount(func(p *parser) *uint64 { return &p.service.MemoryMax }, parseMemory),
-		"MemoryHigh":         amount(func(p *parser) *uint64 { return &p.service.MemoryHigh }, parseMemory),
-		"MemorySwapMax":      amount(func(p *parser) *uint64 { return &p.service.MemorySwapMax }, swap),
+		"TimerSlackNSec": func(p *parser, v string) (err error) {
+			p.service.TimerSlack = 0
+			if v != "" && v != "infinity" { // both: not set
+				p.service.TimerSlack, err = parseNanoseconds(v)
+			}
+			return err
+		},
+		"MemoryMax":     amount(func(p *parser) *uint64 { return &p.service.MemoryMax }, parseMemory),
+		"MemoryHigh":    amount(func(p *parser) *uint64 { return &p.service.MemoryHigh }, parseMemory),
+		"MemorySwapMax": amount(func(p *parser) *uint64 { return &p.service.MemorySwapMax }, swap),
 		"CPUQuota": amount(func(p *parser) *uint64 { return &p.service.CPUQuota }, func(s string) (uint64, error) {
 			n, err := parsePercent(s)
 			if err == nil && n == 0 {
@@ -416,7 +423,7 @@ func checkUnset(s string) error {
 
 // environment keeps one value of each variable, the last.
 func environment(p *parser, v string) error {
-	err := list(func(p *parser) *[]string { return &p.service.Environment }, checkAssignment)(p, v)
+	err := list(func(p *parser) *[]string { return (*[]string)(&p.service.Environment) }, checkAssignment)(p, v)
 	last := map[string]int{}
 	name := func(s string) string { n, _, _ := strings.Cut(s, "="); return n }
 	for i, e := range p.service.Environment {

@@ -447,6 +447,19 @@ func TestSpans(t *testing.T) {
 	}
 }
 
+func TestTimerSlack(t *testing.T) {
+	for text, want := range map[string]time.Duration{
+		"1ms": time.Millisecond, "5000": 5 * time.Microsecond, "1us 500": 1500, "20ns": 20, "0": 0, "infinity": 0, "": 0,
+	} {
+		if s := service(t, "TimerSlackNSec=3\nTimerSlackNSec="+text+"\n"); s.TimerSlack != want {
+			t.Errorf("%q is %v, want %v", text, s.TimerSlack, want)
+		}
+	}
+	if _, err := parseNanoseconds("5 parsecs"); err == nil {
+		t.Error("no error")
+	}
+}
+
 func TestNumbers(t *testing.T) {
 	for text, want := range map[string]uint64{"0": 0, "7": 7, "7B": 7, "1K": 1024, "1.5M": 3 << 19, "2G": 2 << 30, "3T": 3 << 40, "1P": 1 << 50, "15E": 15 << 60, "infinity": math.MaxUint64} {
 		if n, err := parseSize(text); err != nil || n != want {

@@ -56,7 +56,20 @@ func timeUnit(name string) (time.Duration, bool) {
 const day = 24 * time.Hour
 
 // parseSpan reads a time span: "5min 20s", "1.5h", "90" (seconds), "infinity".
-func parseSpan(s string) (time.Duration, error) {
+func parseSpan(s string) (time.Duration, error) { return parseSpanIn(s, timeUnit) }
+
+// parseNanoseconds is parseSpan for the few settings whose plain numbers are nanoseconds.
+func parseNanoseconds(s string) (time.Duration, error) {
+	return parseSpanIn(s, func(name string) (time.Duration, bool) {
+		switch name {
+		case "", "nsec", "ns":
+			return time.Nanosecond, true
+		}
+		return timeUnit(name)
+	})
+}
+
+func parseSpanIn(s string, timeUnit func(name string) (time.Duration, bool)) (time.Duration, error) {
 	bad := func(why string) (time.Duration, error) { return 0, fmt.Errorf("%q is no time span: %s", s, why) }
 	if s == "infinity" {
 		return spec.Infinity, nil
