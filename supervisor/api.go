@@ -449,6 +449,14 @@ func checkTransient(p control.TransientParams, files []*os.File) error {
 			return rpc.Errorf(rpc.CodeInvalidRequest, "no descriptor %q came with the request", m[3:])
 		}
 	}
+	if n := sv.EnvironmentFD; n != "" {
+		if !slices.Contains(p.FDNames, n) || slices.Contains(p.Keep, n) {
+			return rpc.Errorf(rpc.CodeInvalidRequest, "no descriptor %q came with the request", n)
+		}
+		if !startsOnce(sv) || len(sv.ExecStartPre)+len(sv.ExecStartPost)+len(sv.ExecReload)+len(sv.ExecStop)+len(sv.ExecStopPost) > 0 {
+			return rpc.Errorf(rpc.CodeInvalidRequest, "environment_fd is for a unit with one command, which is started once")
+		}
+	}
 	return nil
 }
 
@@ -485,7 +493,7 @@ func (s *Supervisor) defineTransient(p control.TransientParams, files []*os.File
 			u.given = map[string]*os.File{}
 		}
 		u.given[name] = files[i]
-		if m := "fd:" + name; m != sv.StandardInput && m != sv.StandardOutput && m != sv.StandardError {
+		if m := "fd:" + name; m != sv.StandardInput && m != sv.StandardOutput && m != sv.StandardError && name != sv.EnvironmentFD {
 			u.passed = append(u.passed, name)
 		}
 	}

@@ -1,6 +1,7 @@
 package supervisor
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -37,7 +38,7 @@ var private = []string{
 // environment, Environment=, EnvironmentFile=, then UnsetEnvironment= takes away, and
 // what the service protocol sets cannot be overridden.
 func (u *unit) environment(main bool, cred *credential) ([]string, error) {
-	base, err := u.s.environments.of(u.def.Service, cred)
+	base, err := u.s.environments.of(u.def.Service, u.given[u.def.Service.EnvironmentFD], cred)
 	if err != nil {
 		return nil, err
 	}
@@ -100,26 +101,75 @@ func (e *environ) set(name, value string) {
 }
 
 // environments makes of a unit what its processes get in any case, and remembers the last
-// exact one: the commands of a session nearly all have the same.
+// that came as a file: the commands of a session nearly all have the same.
 type environments struct {
-	from spec.Environment
+	text []byte
 	base environ
+	buf  []byte
 }
 
-func (m *environments) of(sv *spec.Service, cred *credential) (environ, error) {
-	plain := sv.ExactEnvironment && len(sv.Environment) > 0 && len(sv.EnvironmentFile)+len(sv.PassEnvironment)+len(sv.UnsetEnvironment) == 0
-	if plain && len(m.from) == len(sv.Environment) && &m.from[0] == &sv.Environment[0] {
+// maxEnvironment is more than execve(2) takes.
+const maxEnvironment = 8 << 20
+
+func (m *environments) of(sv *spec.Service, file *os.File, cred *credential) (environ, error) {
+	switch {
+	case sv.EnvironmentFD == "":
+		return baseEnvironment(sv, nil, cred)
+	case file == nil:
+		return nil, fmt.Errorf("environment_fd: there is no descriptor %q", sv.EnvironmentFD)
+	}
+	text, err := m.read(process.FD(file))
+	if err != nil {
+		return nil, err
+	}
+	alone := sv.ExactEnvironment && len(sv.Environment)+len(sv.EnvironmentFile)+len(sv.PassEnvironment)+len(sv.UnsetEnvironment) == 0
+	if alone && m.base != nil && bytes.Equal(text, m.text) {
 		return m.base, nil
 	}
-	base, err := baseEnvironment(sv, cred)
-	if plain && err == nil {
-		m.from, m.base = sv.Environment, base
+	var list []string
+	if len(text) > 0 {
+		list = strings.Split(string(text), "\x00")
+	}
+	for _, kv := range list {
+		if name, _, ok := strings.Cut(kv, "="); !ok || name == "" {
+			return nil, fmt.Errorf("environment_fd: %q is not NAME=VALUE", kv)
+		}
+	}
+	base, err := baseEnvironment(sv, list, cred)
+	if alone && err == nil && len(text) <= 64<<10 {
+		m.text, m.base = bytes.Clone(text), base
 	}
 	return base, err
 }
 
-func baseEnvironment(sv *spec.Service, cred *credential) (environ, error) {
-	env := make(map[string]string, len(sv.Environment)+8)
+// read returns the whole file, until the next read.
+func (m *environments) read(fd int) ([]byte, error) {
+	defer func() {
+		if cap(m.buf) > 64<<10 {
+			m.buf = nil
+		}
+	}()
+	m.buf = slices.Grow(m.buf[:0], 4<<10)
+	for {
+		n, err := unix.Pread(fd, m.buf[len(m.buf):cap(m.buf)], int64(len(m.buf)))
+		switch {
+		case err == unix.EINTR:
+		case err != nil:
+			return nil, fmt.Errorf("environment_fd: pread: %w", err)
+		case n == 0:
+			return m.buf, nil
+		}
+		if m.buf = m.buf[:len(m.buf)+max(n, 0)]; len(m.buf) > maxEnvironment {
+			return nil, fmt.Errorf("environment_fd: more than %d bytes", maxEnvironment)
+		}
+		if len(m.buf) == cap(m.buf) {
+			m.buf = slices.Grow(m.buf, len(m.buf))
+		}
+	}
+}
+
+func baseEnvironment(sv *spec.Service, more []string, cred *credential) (environ, error) {
+	env := make(map[string]string, len(sv.Environment)+len(more))
 	set := func(kv string) {
 		if k, v, ok := strings.Cut(kv, "="); ok && k != "" {
 			env[k] = v
@@ -145,6 +195,9 @@ func baseEnvironment(sv *spec.Service, cred *credential) (environ, error) {
 		}
 	}
 	for _, kv := range sv.Environment {
+		set(kv)
+	}
+	for _, kv := range more {
 		set(kv)
 	}
 	for _, path := range sv.EnvironmentFile {

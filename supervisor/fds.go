@@ -33,8 +33,9 @@ func (u *unit) keep(name string, f *os.File) {
 // keepsNoEnds: no later process of the unit can need the process's ends of its pipes
 // or the descriptors it was given, so they are closed once it runs. Whoever reads the
 // other end then sees end of file when the unit's last process closes its copy.
-func (u *unit) keepsNoEnds() bool {
-	sv := u.def.Service
+func (u *unit) keepsNoEnds() bool { return startsOnce(u.def.Service) }
+
+func startsOnce(sv *spec.Service) bool {
 	return (sv.Restart == "" || sv.Restart == spec.RestartNo) && len(sv.ExecStart) == 1 &&
 		len(sv.RestartForceExitStatus.Codes)+len(sv.RestartForceExitStatus.Signals) == 0
 }

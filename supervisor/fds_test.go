@@ -5,10 +5,13 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"mypr/internal/rpc"
 	"mypr/supervisor/control"
@@ -349,4 +352,86 @@ func TestTransientInPlaceOfFile(t *testing.T) {
 	if st := e.status("k.service"); st.Description != "from the file" || st.Transient {
 		t.Errorf("after its end: %+v", st)
 	}
+}
+
+// memfd is a file in memory.
+func memfd(t *testing.T, text string) *os.File {
+	t.Helper()
+	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "test")
+	t.Cleanup(func() { f.Close() })
+	if _, err := f.WriteString(text); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func TestEnvironmentFD(t *testing.T) {
+	tiers(t, func(t *testing.T, tier int) {
+		e := start(t, tier)
+		unit := func() *spec.Unit {
+			u := shell("fd.service", `for v in A B INVOCATION_ID; do eval "printf '%s=%s;' $v \"\$$v\""; done | sed 's/INVOCATION_ID=[0-9a-f]*/id/'; env | wc -l`)
+			u.CollectMode = "inactive-or-failed"
+			u.Service.ExactEnvironment, u.Service.EnvironmentFD = true, "env"
+			return u
+		}
+		large := strings.Repeat("x", 100<<10)
+		for _, c := range []struct{ text, more, want string }{
+			{"A=1\x00B=\xff\xfe", "", "A=1;B=\xff\xfe;id;"},
+			{"A=1\x00B=\xff\xfe", "", "A=1;B=\xff\xfe;id;"},
+			{"A=1\x00B=2", "A=0", "A=1;B=2;id;"},
+			{"A=1\x00A=2\x00INVOCATION_ID=mine", "B=3", "A=2;B=3;id;"},
+			{"", "", "A=;B=;id;"},
+			{"A=" + large, "", "A=" + large + ";B=;id;"},
+		} {
+			u := unit()
+			if c.more != "" {
+				u.Service.Environment = []string{c.more}
+			}
+			if out, st := e.output(u, map[string]*os.File{"env": memfd(t, c.text)}); !strings.HasPrefix(out, c.want) {
+				t.Errorf("%.80q: %.200q %+v", c.text, out, st)
+			}
+		}
+		// So do arguments and directories come as the bytes that they are.
+		dir := filepath.Join(e.dir, "caf\xe9")
+		e.must(os.Mkdir(dir, 0o700))
+		u := &spec.Unit{Name: "bytes.service", Service: &spec.Service{Type: spec.TypeExec, WorkingDirectory: dir,
+			ExecStart: []spec.Command{cmd("/bin/sh", "-c", `printf %s "$0"; basename "$(/bin/pwd)"`, "\xff")}}}
+		u.Service.ExecStart[0].NoExpand = true
+		u.KeepRaw()
+		if out, st := e.output(u, nil); out != "\xffcaf\xe9\n" {
+			t.Errorf("arguments: %q %+v", out, st)
+		}
+		for _, bad := range []string{"A=1\x00B", "=x", "\x00", strings.Repeat("A=1\x00", 3<<20)} {
+			u := unit()
+			u.Service.StandardOutput = spec.StdioNull
+			r, _, err := e.c.StartTransient(e.ctx, control.TransientParams{Unit: u, FDNames: []string{"env"}}, memfd(t, bad))
+			if err != nil || r.Result != "failed" || !strings.Contains(r.Unit.Error, "environment_fd: ") {
+				t.Errorf("%.20q: %+v %v", bad, r, err)
+			}
+		}
+		r, w, err := os.Pipe()
+		e.must(err)
+		defer r.Close()
+		defer w.Close()
+		u = unit()
+		u.Service.StandardOutput = spec.StdioNull
+		if r, _, err := e.c.StartTransient(e.ctx, control.TransientParams{Unit: u, FDNames: []string{"env"}}, r); err != nil || !strings.Contains(r.Unit.Error, "environment_fd: pread") {
+			t.Errorf("a pipe: %+v %v", r, err)
+		}
+		for name, change := range map[string]func(*spec.Service){
+			"no descriptor":   func(sv *spec.Service) { sv.EnvironmentFD = "other" },
+			"it is restarted": func(sv *spec.Service) { sv.Restart = spec.RestartAlways },
+			"two commands":    func(sv *spec.Service) { sv.ExecStopPost = sv.ExecStart },
+		} {
+			u := unit()
+			change(u.Service)
+			if _, _, err := e.c.StartTransient(e.ctx, control.TransientParams{Unit: u, FDNames: []string{"env"}}, memfd(t, "A=1")); rpc.CodeOf(err) != rpc.CodeInvalidRequest {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	})
 }

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"sync"
 	"syscall"
+	"unicode/utf8"
 
 	"golang.org/x/sys/unix"
 
@@ -52,6 +53,12 @@ type (
 		Tag     string  `json:"tag"`
 		Command Command `json:"command"`
 		Stdio   [3]bool `json:"stdio"` // which of the three come with the request, before Files
+		// Raw has the strings of Command if one of them is not UTF-8, which JSON cannot carry.
+		Raw *rawCommand `json:"raw,omitempty"`
+	}
+	rawCommand struct {
+		Path, Dir []byte
+		Args, Env [][]byte
 	}
 	shimStarted struct {
 		PID       int    `json:"pid"`
@@ -247,6 +254,36 @@ func (s *shim) handle(_ context.Context, r *rpc.Request) (any, error) {
 	return nil, rpc.Errorf(rpc.CodeInvalidRequest, "the shim has no method %q", r.Method)
 }
 
+// keepRaw returns nil when every string of c is UTF-8.
+func keepRaw(c *Command) *rawCommand {
+	text := utf8.ValidString(c.Path) && utf8.ValidString(c.Dir)
+	r := &rawCommand{Path: []byte(c.Path), Dir: []byte(c.Dir)}
+	list := func(from []string) (to [][]byte) {
+		for _, s := range from {
+			text = text && utf8.ValidString(s)
+			to = append(to, []byte(s))
+		}
+		return to
+	}
+	if r.Args, r.Env = list(c.Args), list(c.Env); text {
+		return nil
+	}
+	return r
+}
+
+func (r *rawCommand) restore(c *Command) {
+	if r == nil {
+		return
+	}
+	list := func(from [][]byte) (to []string) {
+		for _, b := range from {
+			to = append(to, string(b))
+		}
+		return to
+	}
+	c.Path, c.Dir, c.Args, c.Env = string(r.Path), string(r.Dir), list(r.Args), list(r.Env)
+}
+
 func (s *shim) start(r *rpc.Request) (any, error) {
 	var p shimStart
 	if err := r.Bind(&p); err != nil {
@@ -254,6 +291,7 @@ func (s *shim) start(r *rpc.Request) (any, error) {
 	}
 	c := p.Command
 	c.CgroupFD = -1
+	p.Raw.restore(&c)
 	files := r.Files
 	for i, present := range p.Stdio {
 		if present {

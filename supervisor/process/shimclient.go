@@ -111,7 +111,7 @@ func newShim(p *Process, sock *net.UnixConn, ev ShimEvents) *Shim {
 // Start starts c in the shim and waits until it was executed or could not be (a
 // *StepError). The tag comes back in the exit event.
 func (s *Shim) Start(ctx context.Context, tag string, c *Command) (*Process, error) {
-	req := shimStart{Tag: tag, Command: *c}
+	req := shimStart{Tag: tag, Command: *c, Raw: keepRaw(c)}
 	var send []*os.File
 	for i, f := range c.Stdio {
 		if f != nil {

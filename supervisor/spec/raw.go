@@ -39,7 +39,7 @@ func (u *Unit) RestoreRaw() {
 		return
 	}
 	s := u.Service
-	s.WorkingDirectory, s.Environment = string(u.Raw.WorkingDirectory), Environment(toStrings(u.Raw.Environment))
+	s.WorkingDirectory, s.Environment = string(u.Raw.WorkingDirectory), toStrings(u.Raw.Environment)
 	for i := range s.ExecStart {
 		if i < len(u.Raw.Args) {
 			s.ExecStart[i].Args = toStrings(u.Raw.Args[i])

@@ -147,18 +147,22 @@ type Service struct {
 	Sockets                []string `json:"sockets,omitempty"` // socket units whose fds this service gets; besides those with Service= naming it
 	FileDescriptorStoreMax int      `json:"file_descriptor_store_max,omitempty"`
 
-	WorkingDirectory         string      `json:"working_directory,omitempty"`
-	WorkingDirectoryOptional bool        `json:"working_directory_optional,omitempty"` // "-" prefix
-	User                     string      `json:"user,omitempty"`
-	Group                    string      `json:"group,omitempty"`
-	UMask                    *uint32     `json:"umask,omitempty"`
-	Environment              Environment `json:"environment,omitempty"`       // NAME=VALUE, later wins
-	EnvironmentFile          []string    `json:"environment_file,omitempty"`  // "-" prefix: may be absent; read at each start
-	PassEnvironment          []string    `json:"pass_environment,omitempty"`  // names taken from the supervisor's own environment
-	UnsetEnvironment         []string    `json:"unset_environment,omitempty"` // NAME or NAME=VALUE
+	WorkingDirectory         string   `json:"working_directory,omitempty"`
+	WorkingDirectoryOptional bool     `json:"working_directory_optional,omitempty"` // "-" prefix
+	User                     string   `json:"user,omitempty"`
+	Group                    string   `json:"group,omitempty"`
+	UMask                    *uint32  `json:"umask,omitempty"`
+	Environment              []string `json:"environment,omitempty"`       // NAME=VALUE, later wins
+	EnvironmentFile          []string `json:"environment_file,omitempty"`  // "-" prefix: may be absent; read at each start
+	PassEnvironment          []string `json:"pass_environment,omitempty"`  // names taken from the supervisor's own environment
+	UnsetEnvironment         []string `json:"unset_environment,omitempty"` // NAME or NAME=VALUE
 	// ExactEnvironment: the process gets Environment and nothing else but what the
 	// service protocol itself sets. For transient units whose caller resolved it all.
 	ExactEnvironment bool `json:"exact_environment,omitempty"`
+	// EnvironmentFD names a descriptor that came with a transient unit: a file with more
+	// of Environment, NAME=VALUE strings of any bytes with NUL bytes between. It is read once:
+	// for a unit with one command, which is started once.
+	EnvironmentFD string `json:"environment_fd,omitempty"`
 
 	StandardInput  string `json:"standard_input,omitempty"`  // default null
 	StandardOutput string `json:"standard_output,omitempty"` // default inherit

@@ -760,3 +760,30 @@ func TestTimerSlack(t *testing.T) {
 		}
 	}
 }
+
+// A command gets the environment that the kernel has at that moment, bytes and all, from
+// whichever manager.
+func TestEnvironmentOfCommands(t *testing.T) {
+	s := newSession(t)
+	f := s.serve()
+	f.init("")
+	f.must("import os\nasync def value(**more): return (await ws.shell.run(r'''printf %s \"$A\" | od -An -tx1''', **more))['stdout'].split()")
+	check := func(code, want string) {
+		t.Helper()
+		if got := f.must(code); got != want {
+			t.Errorf("%s: %s, want %s", code, got, want)
+		}
+	}
+	for _, c := range []struct{ change, want string }{
+		{"os.environ['A'] = 'x'", "['78']"}, {"os.environb[b'A'] = b'\\xfe'", "['fe']"}, {"del os.environ['A']", "[]"}, {"os.environ['A'] = 'y'", "['79']"},
+	} {
+		f.must(c.change)
+		check("await value()", c.want)
+		check("await value(env={'A': 'z', 'PATH': os.environ['PATH']}), await value(), await value(env={'A': 'w'}, inherit_env=True), await value()",
+			"(['7a'], "+c.want+", ['77'], "+c.want+")")
+		s.kill(s.unitPID("manager.service"))
+		check("await value()", c.want)
+	}
+	f.must("os.environ['A'] = 'v'")
+	check("import asyncio\nawait asyncio.gather(*(value() for _ in range(5)))", "[['76'], ['76'], ['76'], ['76'], ['76']]")
+}

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"maps"
 	"math"
 	"os"
@@ -12,7 +11,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -58,42 +56,21 @@ func (c Command) MarshalJSON() ([]byte, error) {
 }
 
 // Environment is NAME=VALUE strings, as execve(2) takes them. It travels as an object of
-// names and values or, which is faster and for an environment that a process has already,
-// as one string of them with NUL bytes between.
+// names and values; a kernel of before ownEnvironment, which lives over an update of the
+// program, sends its own as one string of them with NUL bytes between.
 type Environment struct {
 	list []string
 	bad  error // a name or a value that no environment can have
 }
 
-// ownEnvironment is the last that came as one string: that of the kernel, with almost
-// every command. Its list is shared and is not to be changed in place.
-var ownEnvironment atomic.Pointer[readEnvironment]
-
-type readEnvironment struct {
-	text []byte
-	list []string
-}
-
-// maxOwn bounds what is kept.
-const maxOwn = 64 << 10
-
 // UnmarshalJSON takes both.
 func (e *Environment) UnmarshalJSON(b []byte) error {
 	if bytes.HasPrefix(b, []byte(`"`)) { // encoding/json gives it without blanks around
-		if last := ownEnvironment.Load(); last != nil && bytes.Equal(last.text, b) {
-			*e = Environment{list: last.list}
-			return nil
-		}
 		var text ospath.Text
 		if err := text.UnmarshalJSON(b); err != nil {
 			return err
 		}
-		if *e = (Environment{}); text != "" {
-			e.list = strings.Split(string(text), "\x00")
-		}
-		if len(b) <= maxOwn {
-			ownEnvironment.Store(&readEnvironment{bytes.Clone(b), e.list})
-		}
+		*e = Environment{list: splitEnvironment(string(text))}
 		return nil
 	}
 	var m map[string]ospath.Text
@@ -210,12 +187,14 @@ type startParams struct {
 	Command Command     `json:"command"`
 	Cwd     ospath.Text `json:"cwd"` // absolute
 	Env     Environment `json:"env"` // all of it
-	Input   *string     `json:"input"`
-	Stdin   bool        `json:"stdin"`
-	PTY     bool        `json:"pty"`
-	Rows    int         `json:"rows"`
-	Cols    int         `json:"cols"`
-	Limits  Limits      `json:"limits"`
+	// OwnEnv, in place of Env, is the environment of the kernel: nearly every command has it.
+	OwnEnv *ownEnvironment `json:"own_env"`
+	Input  *string         `json:"input"`
+	Stdin  bool            `json:"stdin"`
+	PTY    bool            `json:"pty"`
+	Rows   int             `json:"rows"`
+	Cols   int             `json:"cols"`
+	Limits Limits          `json:"limits"`
 	// Timeout in seconds ends the job as cancelled, where Limits.Time makes it a failure.
 	Timeout  *float64 `json:"timeout"`
 	MaxBytes int      `json:"max_bytes"` // shell.run: of the answer
@@ -397,7 +376,7 @@ func unit(template *spec.Unit, id string, p *startParams) (*spec.Unit, error) {
 	s.ExecStart = []spec.Command{{Path: program, Args: words, NoExpand: true}}
 	s.WorkingDirectory = string(p.Cwd)
 	s.ExactEnvironment = true
-	s.Environment = p.Env.list
+	s.EnvironmentFD = environmentName
 	switch {
 	case p.PTY:
 		s.StandardInput, s.StandardOutput, s.StandardError = spec.StdioPTY, spec.StdioPTY, spec.StdioPTY
@@ -432,32 +411,14 @@ func (p *startParams) deadline() (seconds float64, limit bool) {
 	return seconds, limit
 }
 
-// Names of the descriptors that become the streams of a command. The other ends of
-// pipes have the names of the streams.
+// Names of the descriptors that become the streams of a command, and of its environment. The
+// other ends of pipes have the names of the streams.
 const (
-	inputName  = "in"
-	outputName = "out"
-	errorName  = "err"
+	environmentName = "env"
+	inputName       = "in"
+	outputName      = "out"
+	errorName       = "err"
 )
-
-// inputFile holds the whole input in memory that the command reads as a file, so that
-// nobody has to feed it and the death of this process takes nothing from it.
-func inputFile(text string) (*os.File, error) {
-	fd, err := unix.MemfdCreate("input", unix.MFD_CLOEXEC)
-	if err != nil {
-		return nil, fmt.Errorf("memfd_create: %w", err)
-	}
-	f := os.NewFile(uintptr(fd), "input")
-	if _, err := f.WriteString(text); err != nil {
-		f.Close()
-		return nil, err
-	}
-	if _, err := f.Seek(0, 0); err != nil {
-		f.Close()
-		return nil, err
-	}
-	return f, nil
-}
 
 // title is one line for people.
 func (c Command) title() string {

@@ -78,7 +78,11 @@ func (f *fake) StartTransient(ctx context.Context, p control.TransientParams, fi
 	}
 	s := p.Unit.Service
 	u := &fakeUnit{u: p.Unit, kept: map[string]*os.File{}, over: make(chan struct{})}
-	u.cmd = &exec.Cmd{Path: s.ExecStart[0].Path, Args: s.ExecStart[0].Args, Dir: s.WorkingDirectory, Env: s.Environment,
+	env, err := os.ReadFile(fmt.Sprintf("/proc/self/fd/%d", files[slices.Index(p.FDNames, s.EnvironmentFD)].Fd()))
+	if err != nil {
+		return control.TransientResult{}, nil, err
+	}
+	u.cmd = &exec.Cmd{Path: s.ExecStart[0].Path, Args: s.ExecStart[0].Args, Dir: s.WorkingDirectory, Env: strings.Split(string(env), "\x00"),
 		SysProcAttr: &syscall.SysProcAttr{Setsid: true}}
 	var child []*os.File
 	for i, name := range p.FDNames {
@@ -104,7 +108,7 @@ func (f *fake) StartTransient(ctx context.Context, p control.TransientParams, fi
 		u.cmd.Stdout, u.cmd.Stderr = given(s.StandardOutput), given(s.StandardError)
 	}
 	u.st = control.UnitStatus{Name: p.Unit.Name, ActiveState: control.Active, InvocationID: newID(), Transient: true}
-	err := u.cmd.Start()
+	err = u.cmd.Start()
 	closeAll(child)
 	r := control.TransientResult{JobResult: control.JobResult{Result: "done"}}
 	if err != nil {

@@ -100,11 +100,17 @@ func (s *Service) supervisor(ctx context.Context, f func(Supervisor) error) erro
 // is soon: end is then how its unit ended, otherwise nil.
 func (j *job) launch(u *spec.Unit, p *startParams, patience time.Duration) (end *control.UnitStatus, err error) {
 	params := control.TransientParams{Unit: u, Wait: patience > 0, WaitMS: int(patience.Milliseconds())}
-	var files []*os.File
+	env, err := j.s.environmentFile(p.Env.list)
+	if err != nil {
+		return nil, err
+	}
+	theirs := []*os.File{env}
+	defer func() { closeAll(theirs) }()
+	files := []*os.File{env}
+	params.FDNames = []string{environmentName}
 	if !p.PTY {
-		var theirs []*os.File
-		files, theirs, err = j.streams(&params, p)
-		defer closeAll(theirs)
+		ours, its, err := j.streams(&params, p)
+		files, theirs = append(files, ours...), append(theirs, its...)
 		if err != nil {
 			return nil, err
 		}
@@ -172,7 +178,7 @@ func (j *job) streams(params *control.TransientParams, p *startParams) (files, t
 	}
 	switch {
 	case p.Input != nil:
-		f, err := inputFile(*p.Input)
+		f, err := memoryFile("input", *p.Input)
 		if err != nil {
 			return nil, nil, err
 		}

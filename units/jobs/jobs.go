@@ -130,6 +130,7 @@ type Service struct {
 	early   []string // ids whose start was cancelled before it was asked for, newest last
 	unsaved string   // the completed one whose metadata the disk refused: kept beside the others
 	spent   []string // units to be released; a goroutine does it as long as there are any
+	env     environments
 }
 
 // New makes a service. Jobs of an earlier manager are not touched until Resume.
@@ -234,6 +235,9 @@ func (s *Service) Suspend() {
 	s.mu.Unlock()
 	s.cancel()
 	s.wg.Wait()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.env.close()
 }
 
 // Resume takes up the jobs that an earlier manager left: those that run go on, those

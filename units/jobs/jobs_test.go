@@ -673,3 +673,32 @@ func TestStartSentAgain(t *testing.T) {
 		t.Fatalf("%q", raw)
 	}
 }
+
+// The kernel's environment comes once. Who does not know it starts nothing.
+func TestOwnEnvironment(t *testing.T) {
+	w := newWorld(t)
+	run := func(own string) (RunResult, error) {
+		return call[RunResult](w, "shell.run", `{"command":"printf %s \"$A\" | od -An -tx1","cwd":"/","own_env":`+own+`}`)
+	}
+	if _, err := run(`{"id":"1"}`); rpc.CodeOf(err) != codeUnknownEnvironment || w.f.starts != 0 || len(w.h.records) != 0 {
+		t.Fatalf("%v, %d starts, %d records", err, w.f.starts, len(w.h.records))
+	}
+	for _, c := range []struct{ own, out string }{
+		{`{"id":"1","text":"PATH=/usr/bin:/bin\u0000A=\udcfe"}`, "fe"}, {`{"id":"1"}`, "fe"}, {`{"id":"1"}`, "fe"},
+		{`{"id":"2","text":"PATH=/usr/bin:/bin\u0000A=x"}`, "78"}, {`{"id":"2"}`, "78"}, {`{"id":"3","text":""}`, ""},
+	} {
+		if r, err := run(c.own); err != nil || strings.TrimSpace(r.Stdout) != c.out {
+			t.Errorf("%s: %q, %v", c.own, r.Stdout, err)
+		}
+		if r := must[RunResult](w, "shell.run", params("echo $A", "")); r.Stdout != "\n" {
+			t.Errorf("between: %q", r.Stdout)
+		}
+	}
+	if _, err := run(`{"id":"1"}`); rpc.CodeOf(err) != codeUnknownEnvironment {
+		t.Error(err)
+	}
+	// A kernel that was started by an earlier version.
+	if r := must[RunResult](w, "shell.run", `{"command":"echo $A","cwd":"/","env":"PATH=/usr/bin:/bin\u0000A=old"}`); r.Stdout != "old\n" {
+		t.Errorf("as one string: %q", r.Stdout)
+	}
+}

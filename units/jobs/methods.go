@@ -133,6 +133,13 @@ func (s *Service) begin(ctx context.Context, c Caller, kind string, p *startPara
 			return j, j.startError(ctx)
 		}
 	}
+	if p.OwnEnv != nil {
+		list, err := s.ownEnvironment(c.Generation, p.OwnEnv)
+		if err != nil {
+			return nil, err
+		}
+		p.Env = Environment{list: list}
+	}
 	if err := p.check(); err != nil {
 		return nil, err
 	}

@@ -423,7 +423,7 @@ func checkUnset(s string) error {
 
 // environment keeps one value of each variable, the last.
 func environment(p *parser, v string) error {
-	err := list(func(p *parser) *[]string { return (*[]string)(&p.service.Environment) }, checkAssignment)(p, v)
+	err := list(func(p *parser) *[]string { return &p.service.Environment }, checkAssignment)(p, v)
 	last := map[string]int{}
 	name := func(s string) string { n, _, _ := strings.Cut(s, "="); return n }
 	for i, e := range p.service.Environment {

@@ -281,7 +281,7 @@ class Shell:
         if timeout is not None:
             params["timeout"] = _seconds("timeout", timeout)
         try:
-            result: dict[str, Any] = await self._calls.request("shell.run", params, True)
+            result: dict[str, Any] = await _request(self._calls, "shell.run", params)
         except BaseException as e:
             if not isinstance(e, RPCError):
                 await self._abandon(params["id"])
@@ -326,7 +326,7 @@ class Shell:
         """
         params = _params(command, cwd, env, inherit_env, input, pty, rows, cols, limits)
         params["stdin"] = bool(stdin)
-        return self._registry.job(await self._calls.request("shell.start", params, True))
+        return self._registry.job(await _request(self._calls, "shell.start", params))
 
 
 # What run() returns: what the caller cannot know. The rest is in the job's status.
@@ -367,8 +367,11 @@ def _params(
         "id": os.urandom(16).hex(),
         "command": command,
         "cwd": os.path.abspath(_text(cwd, "cwd")) if cwd is not None else _cwd(),
-        "env": _environment(env, inherit_env),
     }
+    if env is None:
+        params["own_env"] = _own.param()
+    else:
+        params["env"] = _environment(env, inherit_env)
     if input is not None:
         if not isinstance(input, str):
             raise TypeError(f"input is text, not {type(input).__name__}")
@@ -401,22 +404,56 @@ def _cwd() -> str:
         ) from None
 
 
-_own: tuple[dict[bytes, bytes], str] = ({}, "")  # this process's environment, and how it travels
+class _Own:
+    """This process's environment, which nearly every command gets: the manager is told of it
+    once, and again when it has changed or is another manager."""
 
+    def __init__(self) -> None:
+        self._seen: dict[bytes, bytes] = {}
+        self._text = ""
+        self._id = ""
+        self._known = ""  # the id that the manager has
 
-def _environment(env: Any, inherit: bool) -> dict[str, str] | str:
-    """What the manager takes: an object or, for what this process has already, one text."""
-    global _own
-    if env is None:
+    def param(self) -> dict[str, str]:
         # os.environ decodes each name and value at every look, which takes as long as the
         # rest of a call: what is below it is compared instead.
-        data = getattr(os.environ, "_data", None)
+        data: Any = getattr(os.environ, "_data", None)
         if type(data) is not dict or os.name != "posix":
-            return dict(os.environ)
-        if data != _own[0]:
-            joined = b"\0".join([name + b"=" + value for name, value in data.items()])
-            _own = (data.copy(), os.fsdecode(joined))
-        return _own[1]
+            data = {os.fsencode(name): os.fsencode(value) for name, value in os.environ.items()}
+        if data != self._seen or not self._id:
+            self._seen = data.copy()
+            self._text = os.fsdecode(b"\0".join([name + b"=" + value for name, value in data.items()]))
+            self._id = os.urandom(8).hex()
+        if self._id == self._known:
+            return {"id": self._id}
+        return {"id": self._id, "text": self._text}
+
+    async def request(self, calls: Calls, method: str, params: dict[str, Any]) -> Any:
+        own: dict[str, str] = params["own_env"]
+        try:
+            result = await calls.request(method, params, True)
+        except RPCError as e:
+            if e.code != "unknown_environment":
+                raise
+            self._known = ""
+            params["own_env"] = self.param()
+            return await calls.request(method, params, True)
+        if "text" in own:
+            self._known = own["id"]
+        return result
+
+
+_own = _Own()
+
+
+async def _request(calls: Calls, method: str, params: dict[str, Any]) -> Any:
+    """Ask for a start, which may be sent again: the id is of our making."""
+    if "own_env" in params:
+        return await _own.request(calls, method, params)
+    return await calls.request(method, params, True)
+
+
+def _environment(env: Mapping[str, Any], inherit: bool) -> dict[str, str]:
     merged = dict(os.environ) if inherit else {}
     for name, value in dict(env).items():
         if not isinstance(name, str):
