@@ -41,6 +41,9 @@ Ctrl-C interrupts the cell; a second Ctrl-C leaves it running.`,
   echo 'print(x)' | mypr-mcp exec`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if a.timeout < 0 {
+				return usagef("--timeout takes a time from now on, not %s", a.timeout)
+			}
 			code, err := c.code(a, args)
 			if err != nil {
 				return err
@@ -50,7 +53,7 @@ Ctrl-C interrupts the cell; a second Ctrl-C leaves it running.`,
 	}
 	cmd.Flags().StringVarP(&a.file, "file", "f", "", "read the code from `FILE` (-: standard input)")
 	cmd.Flags().StringVar(&a.client, "client", "", "run as the logical client `ID` (default: cli, or cli-2 … while that one is in use)")
-	cmd.Flags().DurationVar(&a.timeout, "timeout", 0, "stop waiting after this `DURATION` with status 124; the cell goes on")
+	cmd.Flags().DurationVar(&a.timeout, "timeout", 0, "stop waiting after this `DURATION` with status 124; the cell goes on (default: never)")
 	return cmd
 }
 

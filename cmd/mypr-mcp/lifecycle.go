@@ -108,7 +108,7 @@ cells or jobs run, unless --force cancels them. Returns when everything is gone.
 				return nil
 			}
 			if r.Cancelled > 0 {
-				fmt.Fprintf(c.stdout, "cancelled %d executions\n", r.Cancelled)
+				fmt.Fprintf(c.stdout, "cells cancelled: %d\n", r.Cancelled)
 			}
 			_, err = fmt.Fprintln(c.stdout, "stopped")
 			return err

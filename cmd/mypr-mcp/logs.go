@@ -21,7 +21,7 @@ func (c *cli) logsCommand() *cobra.Command {
 		Use: "logs", Short: "Print what happened in the session", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if limit < 1 || limit > 200 {
-				return usagef("--limit %d: 1 to 200 events", limit)
+				return usagef("--limit takes 1 to 200, not %d", limit)
 			}
 			return c.logs(cmd.Context(), api.LogsParams{Limit: limit, ClientID: client}, follow)
 		},

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/term"
 
 	"mypr/internal/client"
@@ -57,8 +58,34 @@ func usagef(format string, args ...any) error {
 
 // misused is a mistake that cobra found: what is right is in the command's help.
 func misused(cmd *cobra.Command, err error) error {
+	if bad := new(pflag.InvalidValueError); errors.As(err, &bad) {
+		err = fmt.Errorf("--%s takes %s, not %q", bad.GetFlag().Name, takes[bad.GetFlag().Value.Type()], bad.GetValue())
+	}
 	return usageError{error: err, next: cmd.CommandPath() + " --help"}
 }
+
+// takes says what a flag of each type takes, where the error has what Go's parser says.
+var takes = map[string]string{"bool": "true or false", "int": "a whole number", "duration": "a time such as 30s, 5m or 1h30m"}
+
+// noCommand is the mistake of a name that no command below parent has.
+func noCommand(parent *cobra.Command, name string) error {
+	parent.SuggestionsMinimumDistance = 1
+	if len(name) > 4 { // two wrong letters of four may be another word
+		parent.SuggestionsMinimumDistance = 2
+	}
+	near := ""
+	if names := parent.SuggestionsFor(name); len(names) > 0 {
+		near = "; did you mean " + strings.Join(names, " or ") + "?"
+	}
+	list := parent.CommandPath() + " --help"
+	if !parent.HasParent() {
+		list = "mypr-mcp help"
+	}
+	return usagef("there is no command %q%s (%s lists them)", within(parent.CommandPath()+" "+name), near, list)
+}
+
+// within is the path of a command without the name of the program.
+func within(path string) string { return strings.TrimPrefix(path, "mypr-mcp ") }
 
 // run runs one command line and returns the exit status.
 func run(args []string) int {
@@ -77,9 +104,9 @@ func (c *cli) command() *cobra.Command {
 		Short:         "A persistent Python session for LLM agents, one per directory",
 		SilenceErrors: true,
 		SilenceUsage:  true,
-		Args: func(_ *cobra.Command, args []string) error {
+		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 0 {
-				return usagef("there is no command %q (mypr-mcp help lists them)", args[0])
+				return noCommand(cmd, args[0])
 			}
 			return nil
 		},
@@ -127,8 +154,10 @@ func strictHelpers(root *cobra.Command) {
 			cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 		case "help":
 			cmd.Args = func(_ *cobra.Command, args []string) error {
-				if _, rest, err := root.Find(args); err != nil || len(rest) > 0 {
-					return usagef("there is no command %q (mypr-mcp help lists them)", strings.Join(args, " "))
+				if parent, rest, err := root.Find(args); len(rest) > 0 {
+					return noCommand(parent, rest[0])
+				} else if err != nil {
+					return noCommand(root, args[0])
 				}
 				return nil
 			}
@@ -141,8 +170,15 @@ func asUsage(cmd *cobra.Command) {
 	if check := cmd.Args; check != nil {
 		cmd.Args = func(cmd *cobra.Command, args []string) error {
 			err := check(cmd, args)
-			if err == nil || errors.As(err, new(usageError)) {
+			switch {
+			case err == nil || errors.As(err, new(usageError)):
 				return err
+			case cmd.HasSubCommands():
+				return noCommand(cmd, args[0])
+			case check(cmd, args[:1]) != nil:
+				err = fmt.Errorf("%s takes no argument, not %q", within(cmd.CommandPath()), args[0])
+			default:
+				err = fmt.Errorf("%s takes one argument, not %d: quote what has spaces in it", within(cmd.CommandPath()), len(args))
 			}
 			return misused(cmd, err)
 		}

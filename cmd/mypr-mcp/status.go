@@ -251,7 +251,7 @@ func statusText(out io.Writer, r *api.StatusReport, colour bool, now time.Time) 
 			line("generation", "%s", s.Generation)
 		}
 		line("cells", "%d running, %d queued", len(s.Active), len(s.Queued))
-		line("clients", "%d of %d connections", s.ClientCount, s.ConnectionCount)
+		line("clients", "%d bound, %d connected", s.ClientCount, s.ConnectionCount)
 		line("environment", "from %s %s", s.Environment.Source, s.Environment.Program)
 		if s.LastError != "" && !strings.Contains(r.Problem, s.LastError) {
 			line("last error", "%s", s.LastError)

@@ -41,7 +41,7 @@ kernel      blocked, Python 3.13.0, plain
             blocked for 12.3s by e1 at cell line 3, in work (mypr-mcp interrupt)
 generation  abcd
 cells       1 running, 0 queued
-clients     1 of 2 connections
+clients     1 bound, 2 connected
 environment from frontend /usr/bin/client
 version     v1 (this program is v2; mypr-mcp restart replaces the running one)
 supervisor  pid 7, standalone, up 1m30s, tier 2: no controllers

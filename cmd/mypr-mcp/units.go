@@ -99,7 +99,7 @@ func (c *cli) freezeCommands() (list []*cobra.Command) {
 // oneUnit checks that a command was given the name of one unit.
 func oneUnit(cmd *cobra.Command, args []string) error {
 	if len(args) != 1 {
-		return usagef("%s needs the name of one unit (mypr-mcp units lists them)", strings.TrimPrefix(cmd.CommandPath(), "mypr-mcp "))
+		return usagef("%s needs the name of one unit (mypr-mcp units lists them)", within(cmd.CommandPath()))
 	}
 	return nil
 }
