@@ -15,6 +15,7 @@ import (
 	"github.com/coreos/go-systemd/v22/activation"
 	"golang.org/x/sys/unix"
 
+	"mypr/internal/rpc/readable"
 	"mypr/supervisor/control"
 	"mypr/supervisor/notify"
 	"mypr/supervisor/process"
@@ -156,7 +157,7 @@ func (s *Supervisor) takeUpstream(st *saved) {
 		s.up.names[key] = f.Name()
 		// The file's number goes on; its owner will be another os.File.
 		// Not Fd, which makes it blocking, and with it every other process's copy.
-		fd, err := unix.FcntlInt(uintptr(process.FD(f)), unix.F_DUPFD_CLOEXEC, 3)
+		fd, err := readable.Dup(f)
 		f.Close()
 		if err != nil {
 			continue

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"mypr/internal/rpc"
+	"mypr/internal/rpc/readable"
 	"mypr/supervisor/control"
 )
 
@@ -25,14 +26,7 @@ func watchPeer(sv *control.Client) (watched, error) {
 	fd := -1
 	var err error
 	if p := peer.PIDFD(); p != nil {
-		raw, cerr := p.SyscallConn()
-		if cerr != nil {
-			return watched{}, cerr
-		}
-		cerr = raw.Control(func(n uintptr) { fd, err = unix.FcntlInt(n, unix.F_DUPFD_CLOEXEC, 3) })
-		if cerr != nil {
-			return watched{}, cerr
-		}
+		fd, err = readable.Dup(p)
 	} else if peer.PID > 0 {
 		fd, err = unix.PidfdOpen(peer.PID, unix.PIDFD_NONBLOCK)
 	}

@@ -30,6 +30,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"mypr/internal/client"
+	"mypr/internal/rpc/readable"
 )
 
 const (
@@ -156,11 +157,11 @@ func openStreams(in, out *os.File) (_ *streams, err error) {
 		}
 		return fd, err
 	}
-	inFD, err := keep(private(in))
+	inFD, err := keep(readable.Dup(in))
 	if err != nil {
 		return nil, fmt.Errorf("cannot take over the input: %w", err)
 	}
-	outFD, err := keep(private(out))
+	outFD, err := keep(readable.Dup(out))
 	if err != nil {
 		return nil, fmt.Errorf("cannot take over the output: %w", err)
 	}
@@ -189,23 +190,6 @@ func openStreams(in, out *os.File) (_ *streams, err error) {
 		}
 	}
 	return st, st.in.watch()
-}
-
-// private duplicates f out of the way of standard descriptors. Its mode (blocking or
-// not) stays, for the open file is shared with whoever else has it.
-func private(f *os.File) (int, error) {
-	raw, err := f.SyscallConn()
-	if err != nil {
-		return -1, err
-	}
-	var fd int
-	var dupErr error
-	if err := raw.Control(func(old uintptr) {
-		fd, dupErr = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 3)
-	}); err != nil {
-		return -1, err
-	}
-	return fd, dupErr
 }
 
 // standIns puts /dev/null on fd 0 and stderr on fd 1, if these were the streams.

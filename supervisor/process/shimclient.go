@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"mypr/internal/rpc"
+	"mypr/internal/rpc/readable"
 )
 
 // Shim is the supervisor's side of one shim.
@@ -134,7 +135,7 @@ func (s *Shim) Start(ctx context.Context, tag string, c *Command) (*Process, err
 	if len(files) != 1 {
 		return nil, errors.New("the shim sent no pidfd")
 	}
-	fd, err := unix.FcntlInt(uintptr(FD(files[0])), unix.F_DUPFD_CLOEXEC, 3)
+	fd, err := readable.Dup(files[0])
 	files[0].Close()
 	if err != nil {
 		return nil, err

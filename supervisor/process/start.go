@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"mypr/internal/rpc/readable"
 )
 
 // Command is a process to start. All its files stay the caller's.
@@ -204,9 +206,9 @@ func FD(f *os.File) int {
 
 // Dup duplicates f, close-on-exec.
 func Dup(f *os.File) (*os.File, error) {
-	fd, err := unix.FcntlInt(uintptr(FD(f)), unix.F_DUPFD_CLOEXEC, 3)
+	fd, err := readable.Dup(f)
 	if err != nil {
-		return nil, os.NewSyscallError("dup", err)
+		return nil, err
 	}
 	return os.NewFile(uintptr(fd), f.Name()), nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"mypr/internal/api"
 	"mypr/internal/rpc"
+	"mypr/internal/rpc/readable"
 	"mypr/supervisor/control"
 	"mypr/supervisor/spec"
 )
@@ -243,17 +244,9 @@ func (j *job) take(name string, f *os.File) {
 // own makes a duplicate that Go's poller waits on. The flag O_NONBLOCK is shared with
 // the descriptor that the supervisor keeps, which nobody reads.
 func own(f *os.File, name string) (*os.File, error) {
-	raw, err := f.SyscallConn()
+	fd, err := readable.Dup(f)
 	if err != nil {
 		return nil, err
-	}
-	fd := -1
-	var derr error
-	if err := raw.Control(func(old uintptr) { fd, derr = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); err != nil {
-		return nil, err
-	}
-	if derr != nil {
-		return nil, os.NewSyscallError("dup", derr)
 	}
 	if err := unix.SetNonblock(fd, true); err != nil {
 		unix.Close(fd)

@@ -6,7 +6,8 @@
 // for room only while it has something to send that does not fit.
 //
 // Whoever waits reads, without blocking and by raw system calls: those do not tell the
-// scheduler, which would wake its monitor thread for a call that never waits.
+// scheduler, which would wake its monitor thread for a call that never waits. What it
+// reads is a descriptor of its own, a Dup of the one that it was given.
 package readable
 
 import (

@@ -30,16 +30,9 @@ type Socket struct {
 // TakeOver makes a Socket of a connection, which it closes.
 func TakeOver(sock *net.UnixConn) (*Socket, error) {
 	defer sock.Close()
-	raw, err := sock.SyscallConn()
+	fd, err := Dup(sock)
 	if err != nil {
 		return nil, err
-	}
-	fd := -1
-	if e := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); e != nil {
-		return nil, e
-	}
-	if err != nil {
-		return nil, os.NewSyscallError("fcntl", err)
 	}
 	if err := unix.SetNonblock(fd, false); err != nil {
 		unix.Close(fd)
@@ -54,6 +47,19 @@ func TakeOver(sock *net.UnixConn) (*Socket, error) {
 		return nil, err
 	}
 	return s, nil
+}
+
+// Dup is a second descriptor of what c has, to be closed by the caller: close-on-exec, and
+// never one of the standard three. Whether reading blocks stays common to both.
+func Dup(c syscall.Conn) (fd int, err error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	if e := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 3) }); e != nil {
+		return -1, e
+	}
+	return fd, os.NewSyscallError("dup", err)
 }
 
 // Close ends reading and sending.
