@@ -90,10 +90,13 @@ func within(path string) string { return strings.TrimPrefix(path, "mypr-mcp ") }
 // run runs one command line and returns the exit status.
 func run(args []string) int {
 	c := &cli{stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr}
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
-	defer stop()
 	root := c.command()
 	root.SetArgs(args)
+	if cmd, _, err := root.Find(args); err == nil && cmd.Name() == "supervise" {
+		relax()
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
 	return c.status(root.ExecuteContext(ctx))
 }
 

@@ -39,7 +39,6 @@ func (c *cli) superviseCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "supervise", Short: "Run the supervisor in the foreground", Args: cobra.NoArgs, Hidden: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			relax()
 			ctx, stop := signal.NotifyContext(cmd.Context(), haltSignal)
 			defer stop()
 			if os.Getpid() == 1 {
@@ -70,7 +69,8 @@ const timerSlack = time.Millisecond
 
 // relax executes the program anew with more timer slack. Go's runtime has a thread that
 // looks after the others every 20 µs while there is work, and is there before we are: it
-// takes its slack from the thread that executed the program.
+// takes its slack from the thread that executed the program. No signal may be caught yet:
+// it would end with the program that caught it.
 func relax() {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -80,7 +80,7 @@ func relax() {
 	if is, err := process.SetTimerSlack(timerSlack); err != nil || is != timerSlack { // as with a real-time policy
 		return
 	}
-	if exe, err := os.Executable(); err == nil {
+	if exe, err := executable(); err == nil { // not what an update has put in its place
 		_ = syscall.Exec(exe, os.Args, os.Environ()) // without it, all goes as well, a little slower
 	}
 }
@@ -339,7 +339,8 @@ func executable() (string, error) {
 	at, err := os.Stat(exe)
 	running, rerr := os.Stat("/proc/self/exe")
 	if err != nil || rerr != nil || !os.SameFile(at, running) {
-		return fmt.Sprintf("/proc/%d/exe", os.Getpid()), nil
+		self, err := os.Readlink("/proc/self") // the pid that it has where this /proc is from
+		return "/proc/" + self + "/exe", err
 	}
 	return exe, nil
 }

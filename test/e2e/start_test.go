@@ -1,12 +1,18 @@
 package e2e
 
 import (
+	"bufio"
 	"context"
+	"fmt"
+	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
+	"time"
 )
 
 // Must be seen, 1: from nothing to a result, with the default environment.
@@ -115,5 +121,69 @@ func TestRuntimeOutlivesItsStarter(t *testing.T) {
 	<-f.ended
 	if out := s.ok("exec", "x"); out != "'survived'\n" {
 		t.Errorf("%q", out)
+	}
+}
+
+// Whoever tells a supervisor to end while it begins is obeyed, at whatever moment.
+func TestSignalAtStart(t *testing.T) {
+	s := newSession(t)
+	for n := range 40 {
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		cmd := s.command(ctx, "supervise")
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		moment := time.Duration(n) * 250 * time.Microsecond
+		<-time.After(moment)
+		_ = cmd.Process.Signal(syscall.SIGTERM)
+		_ = cmd.Wait() // any status: it may have had no time to say anything
+		if ctx.Err() != nil {
+			t.Fatalf("SIGTERM after %v was lost", moment)
+		}
+		cancel()
+	}
+}
+
+// A supervisor is the program that was started, whatever an update puts in its place.
+func TestReplacedWhileStarting(t *testing.T) {
+	s := newSession(t)
+	program := filepath.Join(t.TempDir(), "mypr-mcp")
+	if out, err := exec.Command("cp", bin, program).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	f, err := os.Open(program)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := os.Remove(program); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(program, []byte("#!/bin/sh\nexit 7\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	cmd := s.command(t.Context(), "supervise")
+	cmd.Path = fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), f.Fd())
+	log, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer time.AfterFunc(patience, func() { log.Close() }).Stop()
+	lines := bufio.NewScanner(log)
+	for lines.Scan() && !strings.Contains(lines.Text(), "supervisor runs") {
+	}
+	go func() { _, _ = io.Copy(io.Discard, log) }()
+	if out := s.ok("exec", "40 + 2"); out != "42\n" {
+		t.Errorf("a cell: %q", out)
+	}
+	if pid := s.status().Supervisor.PID; pid != cmd.Process.Pid {
+		t.Errorf("the supervisor is process %d, not %d", pid, cmd.Process.Pid)
+	}
+	s.ok("stop")
+	if err := cmd.Wait(); err != nil {
+		t.Error(err)
 	}
 }
