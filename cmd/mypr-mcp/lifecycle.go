@@ -62,7 +62,7 @@ func orForce(err error, verb string) error {
 	if rpc.CodeOf(err) != api.CodeActiveWork {
 		return err
 	}
-	return rpc.AsError(err).WithHint("wait, mypr-mcp interrupt, or mypr-mcp %s --force to cancel it", verb)
+	return rpc.AsError(err).WithHint("wait, end it (a cell: mypr-mcp interrupt; a job: mypr-mcp units stop job-ID), or mypr-mcp %s --force to cancel it", verb)
 }
 
 // stopReport is what stop prints.

@@ -172,6 +172,9 @@ class Acquired:
         self._task: Any = None
         self.names = names
 
+    def __await__(self) -> Any:
+        raise TypeError("locks are held for a block: async with ws.locks.acquire(...):")
+
     async def __aenter__(self) -> Acquired:
         import asyncio
 

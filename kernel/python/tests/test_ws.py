@@ -66,6 +66,8 @@ def test_lock_timeout_names_the_owner(kernel: Kernel) -> None:
     assert cell.error == (
         "RuntimeError: this task holds 'p': acquire all locks that are needed together at once"
     )
+    cell = kernel.run("await ws.locks.acquire('p')")
+    assert cell.error == "TypeError: locks are held for a block: async with ws.locks.acquire(...):"
     assert kernel.run("owners()").result == "{'x': 'task a'}"
 
 
