@@ -786,4 +786,27 @@ func TestEnvironmentOfCommands(t *testing.T) {
 	}
 	f.must("os.environ['A'] = 'v'")
 	check("import asyncio\nawait asyncio.gather(*(value() for _ in range(5)))", "[['76'], ['76'], ['76'], ['76'], ['76']]")
+	// That of each call, when many are under way and it changes between them.
+	f.must(`async def differs():
+    wrong = 0
+    for turn in range(4):
+        os.environ["A"] = "v"
+        await value()
+        runs, want = [], []
+        for n in range(8):
+            for _ in range(2):
+                runs.append(asyncio.ensure_future(value()))
+                want.append([os.environ["A"].encode().hex()])
+            await asyncio.sleep(0)
+            os.environ["A"] = "stuvwxyz"[n]
+        wrong += sum(a != b for a, b in zip(await asyncio.gather(*runs), want))
+    return wrong`)
+	check("await differs()", "0")
+	// And when a thread changes it at that very moment.
+	f.must(`class Sly(bytes):
+    def __radd__(self, other):
+        os.environ._data[b"B"] = b"1"
+        return other + bytes(self)
+os.environ._data[b"A"] = Sly(b"x")`)
+	check("await value(), (await ws.shell.run('echo $B'))['stdout']", "(['78'], '1\\n')")
 }

@@ -421,25 +421,23 @@ class _Own:
         if type(data) is not dict or os.name != "posix":
             data = {os.fsencode(name): os.fsencode(value) for name, value in os.environ.items()}
         if data != self._seen or not self._id:
-            self._seen = data.copy()
-            self._text = os.fsdecode(b"\0".join([name + b"=" + value for name, value in data.items()]))
+            self._seen = data.copy()  # at once: other threads may be changing it
+            joined = b"\0".join([name + b"=" + value for name, value in self._seen.items()])
+            self._text = os.fsdecode(joined)
             self._id = os.urandom(8).hex()
-        if self._id == self._known:
-            return {"id": self._id}
         return {"id": self._id, "text": self._text}
 
     async def request(self, calls: Calls, method: str, params: dict[str, Any]) -> Any:
+        # It is what it was when the call was made, whatever another call is about to tell.
         own: dict[str, str] = params["own_env"]
-        try:
-            result = await calls.request(method, params, True)
-        except RPCError as e:
-            if e.code != "unknown_environment":
-                raise
-            self._known = ""
-            params["own_env"] = self.param()
-            return await calls.request(method, params, True)
-        if "text" in own:
-            self._known = own["id"]
+        if own["id"] == self._known:
+            try:
+                return await calls.request(method, {**params, "own_env": {"id": own["id"]}}, True)
+            except RPCError as e:
+                if e.code != "unknown_environment":
+                    raise
+        result = await calls.request(method, params, True)
+        self._known = own["id"]
         return result
 
 
