@@ -30,6 +30,14 @@ type preparation struct {
 	uv   *uv // nil: not looked for yet
 }
 
+func newPreparation(o Options) *preparation {
+	p := &preparation{Options: o, venv: filepath.Join(o.Root, "venv")}
+	if p.Progress == nil {
+		p.Progress = func(string) {}
+	}
+	return p
+}
+
 // uv is where it was found, or why there is none.
 type uv struct{ path, problem string }
 
@@ -98,21 +106,33 @@ func (p *preparation) writeMarker(m *marker) error {
 	return os.Rename(tmp, p.markerPath())
 }
 
-// environment returns the description of a working environment.
-func (p *preparation) environment(ctx context.Context) (*marker, error) {
+// exists reports whether there is an environment; what is none is an error.
+func (p *preparation) exists() (bool, error) {
 	st, err := os.Lstat(p.venv)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return p.create(ctx)
+		return false, nil
 	case err != nil:
-		return nil, fmt.Errorf("cannot look at the Python environment: %w", err)
+		return false, fmt.Errorf("cannot look at the Python environment: %w", err)
 	case st.Mode()&fs.ModeSymlink != 0:
 		target, _ := os.Readlink(p.venv)
-		return nil, fmt.Errorf("%s is a symbolic link to %s: this environment is changed and replaced by the runtime, so it must be its own; "+
+		return false, fmt.Errorf("%s is a symbolic link to %s: this environment is changed and replaced by the runtime, so it must be its own; "+
 			"remove the link, and to use that interpreter write python = %q below [python] in %s",
 			p.venv, target, filepath.Join(target, "bin", "python"), filepath.Join(p.Root, "config.toml"))
 	case !st.IsDir():
-		return nil, fmt.Errorf("%s is not a directory: move it away", p.venv)
+		return false, fmt.Errorf("%s is not a directory: move it away", p.venv)
+	}
+	return true, nil
+}
+
+// environment returns the description of a working environment.
+func (p *preparation) environment(ctx context.Context) (*marker, error) {
+	exists, err := p.exists()
+	if err != nil {
+		return nil, err
+	}
+	if !exists {
+		return p.create(ctx)
 	}
 	m, known := p.readMarker()
 	base, err := identify(p.python())
@@ -166,13 +186,9 @@ func (p *preparation) create(ctx context.Context) (*marker, error) {
 	if err := os.MkdirAll(p.Root, 0o755); err != nil {
 		return nil, err
 	}
-	base, err := p.findPython(ctx)
+	base, uv, err := p.source(ctx, true)
 	if err != nil {
 		return nil, err
-	}
-	uv := p.findUV(ctx, base)
-	if base == "" && uv.path == "" {
-		return nil, p.noPython(uv.problem)
 	}
 	request := base
 	if request == "" {
@@ -197,6 +213,22 @@ func (p *preparation) create(ctx context.Context) (*marker, error) {
 	}
 	m := &marker{Schema: markerSchema, Requested: p.Config.Python, Version: found.Version, Base: id, UV: uv.path}
 	return m, p.finish(ctx, m)
+}
+
+// source is what an environment can be made with: an interpreter, uv, or both. uv is
+// looked for, and fetched, when fetch says so or there is no interpreter, which then
+// cannot fetch it either.
+func (p *preparation) source(ctx context.Context, fetch bool) (base string, uv uv, err error) {
+	if base, err = p.findPython(ctx); err != nil {
+		return "", uv, err
+	}
+	if base == "" || fetch {
+		uv = p.findUV(ctx, base)
+	}
+	if base == "" && uv.path == "" {
+		return "", uv, p.noPython(uv.problem)
+	}
+	return base, uv, nil
 }
 
 // makeVenv makes the environment in place: its scripts hold absolute paths.

@@ -1,9 +1,6 @@
 package kernel
 
-import (
-	"context"
-	"path/filepath"
-)
+import "context"
 
 // Installation says with what packages are installed into the environment.
 type Installation struct {
@@ -15,10 +12,7 @@ type Installation struct {
 
 // Installer finds uv, fetching it when there is none, as Prepare does.
 func Installer(ctx context.Context, o Options) Installation {
-	p := &preparation{Options: o, venv: filepath.Join(o.Root, "venv")}
-	if p.Progress == nil {
-		p.Progress = func(string) {}
-	}
+	p := newPreparation(o)
 	base := ""
 	if m, ok := p.readMarker(); ok {
 		base = m.Base.Path

@@ -23,7 +23,9 @@ package kernel
 
 import (
 	"context"
+	"fmt"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"time"
 )
@@ -44,6 +46,21 @@ type Config struct {
 	// Plain: do not install IPython.
 	Plain bool `toml:"plain" json:"plain,omitempty"`
 }
+
+// isPath reports whether Python names an interpreter and no version.
+func (c Config) isPath() bool { return strings.ContainsRune(c.Python, '/') }
+
+// Check refuses what is wrong with Python wherever it is: a version that is none, or is
+// not supported. Whether it can be had here is Available's to say.
+func (c Config) Check() error {
+	if c.Python == "" || c.isPath() || version.MatchString(c.Python) && supported(c.Python) {
+		return nil
+	}
+	return fmt.Errorf("%q is no supported version of Python (%s) and no path of an interpreter, which has a slash", c.Python, strings.Join(Supported, ", "))
+}
+
+// version is what Python's own are written like, with or without the last number.
+var version = regexp.MustCompile(`^3\.\d+(\.\d+([a-z]+\d+)?)?$`)
 
 // Options of Prepare.
 type Options struct {
@@ -96,10 +113,7 @@ type Runner interface {
 // Prepare makes sure that the environment is there and returns how to launch a
 // kernel in it. It must not run twice at a time for one Root.
 func Prepare(ctx context.Context, o Options) (*Launch, error) {
-	p := &preparation{Options: o, venv: filepath.Join(o.Root, "venv")}
-	if p.Progress == nil {
-		p.Progress = func(string) {}
-	}
+	p := newPreparation(o)
 	m, err := p.environment(ctx)
 	if err != nil {
 		return nil, err
@@ -117,6 +131,26 @@ func Prepare(ctx context.Context, o Options) (*Launch, error) {
 
 		Python: m.Version, Executable: python, PlainReason: m.PlainReason, UV: m.UV,
 	}, nil
+}
+
+// Available refuses what Prepare is sure to refuse, as far as that costs little to find
+// out: it makes and fetches nothing, and runs an interpreter only where an environment
+// has to be made. Whoever is about to end a kernel for a new one asks it first. nil
+// promises nothing: what has to be downloaded may not come.
+func Available(ctx context.Context, o Options) error {
+	p := newPreparation(o)
+	exists, err := p.exists()
+	if err != nil {
+		return err
+	}
+	if exists {
+		m, known := p.readMarker()
+		if _, err := identify(p.python()); err == nil && !(known && m.Requested != p.Config.Python) {
+			return nil // it is kept if it works
+		}
+	}
+	_, _, err = p.source(ctx, false)
+	return err
 }
 
 // kernelEnv is env as a shell would have it after activating the environment.

@@ -283,16 +283,64 @@ func TestRefusals(t *testing.T) {
 			w := newWorkspace(t, true)
 			c.set(w)
 			_, err := Prepare(t.Context(), w.Options)
-			if err == nil {
-				t.Fatal("accepted")
-			}
-			for _, s := range c.want {
-				if !strings.Contains(err.Error(), s) {
-					t.Errorf("%q does not say %q", err, s)
+			for who, err := range map[string]error{"Prepare": err, "Available": Available(t.Context(), w.Options)} {
+				if err == nil {
+					t.Fatal(who, "accepted it")
+				}
+				for _, s := range c.want {
+					if !strings.Contains(err.Error(), s) {
+						t.Errorf("%s: %q does not say %q", who, err, s)
+					}
 				}
 			}
 		})
 	}
+}
+
+// Available does not touch what it looks at, and refuses nothing that Prepare could do.
+func TestAvailable(t *testing.T) {
+	w := newWorkspace(t, true)
+	check := func(what string, runs ...string) {
+		t.Helper()
+		if err := Available(t.Context(), w.Options); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+		if names := w.rec.take(); !slices.Equal(names, runs) {
+			t.Errorf("%s: it ran %q, not %q", what, names, runs)
+		}
+	}
+	check("nothing is there yet", "probe")
+	if _, err := os.Stat(w.Root); err == nil {
+		t.Error("it made something")
+	}
+	p := newPreparation(w.Options)
+	found, err := p.findPython(t.Context())
+	if err != nil || found == "" {
+		t.Fatalf("Python %q, %v", found, err)
+	}
+	is, err := p.probe(t.Context(), found)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.MkdirAll(filepath.Dir(p.python()), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(found, p.python()); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.writeMarker(&marker{Schema: markerSchema, Version: is.Version}); err != nil {
+		t.Fatal(err)
+	}
+	w.rec.take()
+	env := w.Env
+	w.Env = []string{"PATH=/nowhere", "HOME=/nowhere"} // the environment that is there is enough
+	check("all is there")
+	w.Config.Python = is.Version
+	if err := Available(t.Context(), w.Options); err == nil || !strings.Contains(err.Error(), "no Python "+is.Version+" found") {
+		t.Errorf("another one is asked for, and there is none: %v", err)
+	}
+	w.Env = env
+	check("another one is asked for", "probe")
 }
 
 func TestReadOnlyRootNamesIt(t *testing.T) {

@@ -27,7 +27,7 @@ func (p *preparation) probe(ctx context.Context, path string) (interpreter, erro
 print(json.dumps({"version": platform.python_version(), "path": getattr(sys, "_base_executable", None) or sys.executable}))`
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
-	r, err := p.run(ctx, "probe", p.Root, path, "-I", "-S", "-c", script)
+	r, err := p.run(ctx, "probe", "/", path, "-I", "-S", "-c", script)
 	if err != nil {
 		return interpreter{}, err
 	}
@@ -43,7 +43,7 @@ print(json.dumps({"version": platform.python_version(), "path": getattr(sys, "_b
 // is an error: guessing another would hide it.
 func (p *preparation) findPython(ctx context.Context) (string, error) {
 	want := p.Config.Python
-	if strings.ContainsRune(want, '/') {
+	if p.Config.isPath() {
 		if !filepath.IsAbs(want) {
 			want = filepath.Join(p.Workspace, want)
 		}
@@ -57,8 +57,8 @@ func (p *preparation) findPython(ctx context.Context) (string, error) {
 		}
 		return found.Path, nil
 	}
-	if want != "" && !supported(want) {
-		return "", fmt.Errorf("config.toml: python = %q: supported are %s, or the path of an interpreter", want, strings.Join(Supported, ", "))
+	if err := p.Config.Check(); err != nil {
+		return "", fmt.Errorf("config.toml: python.python: %w", err)
 	}
 	for _, c := range p.candidates() {
 		found, err := p.probe(ctx, c.path)

@@ -91,6 +91,14 @@ func (c *cli) manager(ctx context.Context) (err error) {
 		Prepare: func(ctx context.Context, run kernel.Runner, progress func(string)) (*kernel.Launch, error) {
 			return prepareKernel(ctx, w, started, run, progress)
 		},
+		Available: func(ctx context.Context, run kernel.Runner) error {
+			o, err := kernelOptions(w, started)
+			if err != nil {
+				return err
+			}
+			o.Run = run
+			return kernel.Available(ctx, o)
+		},
 		KernelUnit: func() (*spec.Unit, error) {
 			u, warnings, err := loader.Load(units.Kernel)
 			for _, text := range warnings {
@@ -170,21 +178,29 @@ var serviceVariables = []string{
 	"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "INVOCATION_ID", "MYPR_CONTROL", systemd.JournalVariable,
 }
 
-// prepareKernel reads the configuration as it is now, so that a reset applies it.
+// prepareKernel makes ready what a kernel needs.
 func prepareKernel(ctx context.Context, w *workspace.Workspace, base []string, run kernel.Runner, progress func(string)) (*kernel.Launch, error) {
-	cfg, _, err := config.Load(w.Root)
+	o, err := kernelOptions(w, base)
 	if err != nil {
 		return nil, err
 	}
-	env, _ := cfg.Environ(base)
-	l, err := kernel.Prepare(ctx, kernel.Options{
-		Root: w.Root, Workspace: w.Dir, Config: cfg.Python, Env: withoutService(env), Run: run, Progress: progress,
-	})
+	o.Run, o.Progress = run, progress
+	l, err := kernel.Prepare(ctx, o)
 	var known *rpc.Error
 	if err != nil && ctx.Err() == nil && !errors.As(err, &known) {
 		err = rpc.Errorf(rpc.CodeUnavailable, "cannot prepare Python: %v", err).WithHint("mypr-mcp reset tries again when that is mended")
 	}
 	return l, err
+}
+
+// kernelOptions reads the configuration as it is now, so that a reset applies it.
+func kernelOptions(w *workspace.Workspace, base []string) (kernel.Options, error) {
+	cfg, _, err := config.Load(w.Root)
+	if err != nil {
+		return kernel.Options{}, err
+	}
+	env, _ := cfg.Environ(base)
+	return kernel.Options{Root: w.Root, Workspace: w.Dir, Config: cfg.Python, Env: withoutService(env)}, nil
 }
 
 // withoutService takes out what the supervisor told this process: it is nothing for others.

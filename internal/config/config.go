@@ -225,6 +225,9 @@ func (c *Config) check() (key []string, err error) {
 			return []string{"limits", b.key}, fmt.Errorf("%d is not between %d and %d", b.value, b.least, b.top)
 		}
 	}
+	if err := c.Python.Check(); err != nil {
+		return []string{"python", "python"}, err
+	}
 	for _, name := range slices.Sorted(maps.Keys(c.Environment)) {
 		key := []string{"environment", name}
 		switch {

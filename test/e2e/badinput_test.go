@@ -175,12 +175,23 @@ func TestBrokenConfigurationIsNamed(t *testing.T) {
 		t.Error("mended, it does not run")
 	}
 	// Nor does a mistake cost what runs.
-	s.write(".mypr/config.toml", "[python]\nplain = 3\n")
-	if out, code := s.cli("restart"); code != 1 || !strings.Contains(out, "config.toml:2:") {
-		t.Errorf("restart with a broken config.toml: exit %d\n%s", code, out)
-	}
-	if f.must("x") != "1" {
-		t.Error("the restart was not refused before it began")
+	for text, want := range map[string]string{
+		"[python]\nplain = 3\n":                     "config.toml:2:",
+		"[python]\nplain = true\npython = \"3.2\"\n": "config.toml:3:1: python.python: ",
+		"[python]\npython = \"/nowhere/python\"\n":  "/nowhere/python",
+	} {
+		s.write(".mypr/config.toml", text)
+		for _, verb := range []string{"restart", "reset"} {
+			if out, code := s.cli(verb, "--force"); code != 1 || !strings.Contains(out, want) {
+				t.Errorf("%s with %q: exit %d\n%s", verb, text, code, out)
+			}
+			if r, _ := f.do("await ws." + verb + "()"); r.Exec.State != api.FailedCell || !strings.Contains(r.Text, want) {
+				t.Errorf("ws.%s with %q: %s", verb, text, r.Text)
+			}
+			if f.must("x") != "1" {
+				t.Fatalf("%s with %q was not refused before it began", verb, text)
+			}
+		}
 	}
 }
 

@@ -57,7 +57,8 @@ func managerRole(args []string) error {
 	}
 	return Run(context.Background(), Options{
 		Workspace: ws, Runtime: listener(3), Kernel: listener(4), KernelSocket: args[2], Version: "1.0", Instance: "0123456789abcdef0123456789abcdef",
-		Connect: func(ctx context.Context) (Supervisor, error) { return control.Dial(ctx, args[1]) },
+		Connect:   func(ctx context.Context) (Supervisor, error) { return control.Dial(ctx, args[1]) },
+		Available: func(context.Context, kernel.Runner) error { return nil },
 		Prepare: func(context.Context, kernel.Runner, func(string)) (*kernel.Launch, error) {
 			return &kernel.Launch{Path: "/bin/python", Args: []string{"python"}, Dir: ws.Dir}, nil
 		},

@@ -83,6 +83,7 @@ func newWorldIn(t testing.TB, ws *workspace.Workspace, change ...func(*world)) *
 			progress("looking for Python")
 			return &kernel.Launch{Path: "/bin/python", Args: []string{"python"}, Dir: ws.Dir, PlainReason: "no IPython here"}, nil
 		},
+		Available: func(context.Context, kernel.Runner) error { return nil },
 		KernelUnit: func() (*spec.Unit, error) {
 			return &spec.Unit{Name: KernelUnit, Service: &spec.Service{}}, nil
 		},

@@ -1,6 +1,7 @@
 package manager
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -94,8 +95,30 @@ func (m *Manager) stopKernel(how *ending) error {
 	return nil
 }
 
+// replaceable refuses to end a kernel when it is plain that no other would start: a
+// mistake in a file, or a Python that is not there, costs nobody's memory.
+func (m *Manager) replaceable(op string) error {
+	err := m.opts.Available(m.ctx, &runner{m})
+	if err == nil {
+		_, err = m.opts.KernelUnit()
+	}
+	if err == nil {
+		return nil
+	}
+	e := *rpc.AsError(err)
+	if e.Code == rpc.CodeInternal { // package kernel and the unit files know no codes
+		e.Code = rpc.CodeUnavailable
+	}
+	e.Message = op + ": refused, for no other Python kernel could be started: " + e.Message
+	e.Hint = cmp.Or(e.Hint, "mend that, then "+op+" again")
+	return &e
+}
+
 // reset replaces the kernel. origin is the cell that asked, nil for anybody else.
 func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, error) {
+	if err := m.replaceable("reset"); err != nil {
+		return nil, err
+	}
 	m.reserveTasks("the session is about to be reset")
 	m.mu.Lock()
 	err := m.busy("reset")
@@ -368,6 +391,12 @@ func replaceFile(path string, data []byte) error {
 // for a cell it asks itself, and the next manager finishes the cell. It goes on when
 // the caller no longer waits.
 func (m *Manager) restart(p api.LifecycleParams, origin *run, conn *connection) (*api.RestartResult, error) {
+	// What another version can start is not known here.
+	if !p.KeepKernel && (p.Version == "" || p.Version == m.opts.Version) {
+		if err := m.replaceable("restart"); err != nil {
+			return nil, err
+		}
+	}
 	if !p.KeepKernel {
 		m.reserveTasks("the runtime is about to be restarted")
 	}

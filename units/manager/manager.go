@@ -88,8 +88,8 @@ type Limits struct {
 	PollWaitMS       *int64 // likewise of a poll
 }
 
-// Options configure Run. Workspace, both listeners, Connect, Prepare, KernelUnit and
-// KernelSocket are required.
+// Options configure Run. Workspace, both listeners, Connect, Prepare, Available,
+// KernelUnit and KernelSocket are required.
 type Options struct {
 	Workspace *workspace.Workspace
 	Runtime   *net.UnixListener
@@ -100,6 +100,9 @@ type Options struct {
 	// Prepare makes the Python environment ready and says how to launch a kernel. It
 	// runs programs with run and tells each longer step to progress.
 	Prepare func(ctx context.Context, run kernel.Runner, progress func(step string)) (*kernel.Launch, error)
+	// Available refuses what Prepare is sure to refuse: a kernel is not ended for one
+	// that cannot be started. It runs programs with run, few if any.
+	Available func(ctx context.Context, run kernel.Runner) error
 	// KernelUnit reads the unit kernel.service with its drop-ins; the manager fills in
 	// the command, the directory and the environment.
 	KernelUnit   func() (*spec.Unit, error)

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -17,6 +18,7 @@ import (
 	"mypr/internal/rpc"
 	"mypr/kernel"
 	"mypr/supervisor/control"
+	"mypr/supervisor/spec"
 	"mypr/units/manager/store"
 )
 
@@ -927,6 +929,72 @@ func TestReset(t *testing.T) {
 	w.sup.die(control.UnitStatus{ActiveState: control.Failed, SubState: "failed", Result: "signal", ExitKnown: true, ExitSignal: 11})
 	if x, err = call[api.ResetResult](q, api.MethodReset, api.LifecycleParams{}); err != nil || x.Generation == "" {
 		t.Errorf("%+v %v", x, err)
+	}
+}
+
+// Nobody's memory is given up for a kernel that plainly cannot be started.
+func TestNoKernelIsEndedForNone(t *testing.T) {
+	var none atomic.Pointer[error]
+	why := func() error {
+		if e := none.Load(); e != nil {
+			return *e
+		}
+		return nil
+	}
+	for _, what := range []string{"Python", "unit file"} {
+		t.Run(what, func(t *testing.T) {
+			none.Store(nil)
+			w := newWorld(t, func(w *world) {
+				if what == "Python" {
+					w.opts.Available = func(context.Context, kernel.Runner) error { return why() }
+					return
+				}
+				unit := w.opts.KernelUnit
+				w.opts.KernelUnit = func() (*spec.Unit, error) {
+					if err := why(); err != nil {
+						return nil, err
+					}
+					return unit()
+				}
+			})
+			p := w.client()
+			gen := p.run("set:a=1").Generation
+			none.Store(ptr(errors.New("there is none here")))
+			_, err := call[api.ResetResult](p, api.MethodReset, api.LifecycleParams{Force: true})
+			wantCode(t, err, rpc.CodeUnavailable, "there is none here")
+			for _, version := range []string{"", "1.0"} {
+				_, err = call[api.RestartResult](p, api.MethodRestart, api.LifecycleParams{Force: true, Version: version})
+				wantCode(t, err, rpc.CodeUnavailable, "there is none here")
+			}
+			k := w.sup.current()
+			for _, verb := range []string{"reset", "restart"} {
+				r := p.execute("call:"+verb+`|{"force":true} gate:`+verb, 0)
+				<-k.answered
+				k.open(verb)
+				if r = p.finish(r.ExecID); r.State != api.Succeeded {
+					t.Errorf("%s from a cell: %+v", verb, r)
+				}
+			}
+			k.mu.Lock()
+			for _, r := range k.results {
+				if !strings.Contains(string(r), "there is none here") {
+					t.Errorf("from a cell: %s", r)
+				}
+			}
+			k.mu.Unlock()
+			if x := p.run("get:a"); text(x) != "1" || x.Generation != gen {
+				t.Errorf("memory is gone: %+v", x)
+			}
+			// Another version may know how to start one, and a kernel that is kept needs none.
+			for _, params := range []api.LifecycleParams{{Version: "2.0"}, {KeepKernel: true}} {
+				cli := w.dial()
+				if _, err := call[api.RestartResult](cli, api.MethodRestart, params); err != nil {
+					t.Errorf("%+v: %v", params, err)
+				}
+				cli.conn.Close()
+				w.until("called off", func(s *api.Status) bool { return s.Restarting == "" })
+			}
+		})
 	}
 }
 
