@@ -145,13 +145,20 @@ func (m *Manager) reset(p api.LifecycleParams, origin *run) (*api.ResetResult, e
 	if err := m.awaitStart(); err != nil { // a kernel on its way is let arrive, or fail, first
 		return nil, err
 	}
-	generation, err := "", m.stopKernel(&ending{kind: "reset", reason: reason, origin: origin})
+	m.mu.Lock()
+	old, generation := m.kernel.gen, ""
+	m.mu.Unlock()
+	err = m.stopKernel(&ending{kind: "reset", reason: reason, origin: origin})
 	if err == nil {
 		m.cancelWaiting(origin, "cancelled: the session was reset")
 		err = m.cancelJobs("the session was reset " + reason)
 	}
 	if err == nil {
-		generation, err = m.freshKernel()
+		if generation, err = m.freshKernel(); err != nil && old != "" {
+			e := *rpc.AsError(err)
+			e.Message = "Python memory is gone: the old kernel has ended, and " + e.Message
+			err = &e
+		}
 	}
 	if origin != nil {
 		m.finishOrigin(origin, err, "Session reset. Generation "+generation+" begins with empty memory.\n", "reset failed")

@@ -998,6 +998,34 @@ func TestNoKernelIsEndedForNone(t *testing.T) {
 	}
 }
 
+// What could not be told before is told after: there is no kernel, and the old one is gone.
+func TestResetWithoutANewKernel(t *testing.T) {
+	var none atomic.Bool
+	w := newWorld(t, func(w *world) {
+		prepare := w.opts.Prepare
+		w.opts.Prepare = func(ctx context.Context, run kernel.Runner, progress func(string)) (*kernel.Launch, error) {
+			if none.Load() {
+				return nil, errors.New("the download failed")
+			}
+			return prepare(ctx, run, progress)
+		}
+	})
+	p := w.client()
+	p.run("set:a=1")
+	none.Store(true)
+	_, err := call[api.ResetResult](p, api.MethodReset, api.LifecycleParams{})
+	wantCode(t, err, api.CodeKernel, "memory is gone", "the download failed")
+	_, err = call[api.ResetResult](p, api.MethodReset, api.LifecycleParams{})
+	wantCode(t, err, api.CodeKernel, "the download failed")
+	if strings.Contains(err.Error(), "gone") {
+		t.Errorf("there was no memory that time: %v", err)
+	}
+	none.Store(false)
+	if x, err := call[api.ResetResult](p, api.MethodReset, api.LifecycleParams{}); err != nil || x.Generation == "" {
+		t.Errorf("%+v %v", x, err)
+	}
+}
+
 // The supervisor's events come on another way than its answers: what they tell of a
 // kernel that is gone must not be taken for the new one.
 func TestResetWhileEventsLag(t *testing.T) {
