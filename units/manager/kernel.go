@@ -785,7 +785,7 @@ func (m *Manager) endKernelLocked(generation string, u control.UnitStatus) {
 		one := *info
 		switch {
 		case !r.sent:
-			one.Message = "nothing of it was run: " + one.Message
+			one.Message += "; nothing of it was run"
 		case r.next.Started == 0: // how far it came died with the kernel
 			one.Message += "; whether this cell had begun is not known"
 		}
@@ -828,10 +828,10 @@ type endedGeneration struct {
 func (m *Manager) endOf(generation string) (string, *api.ErrorInfo) {
 	if m.lastEnd.generation == generation {
 		info := *m.lastEnd.info
-		info.Message = "nothing of it was run: " + info.Message
+		info.Message += "; nothing of it was run"
 		return m.lastEnd.state, &info
 	}
-	return api.Lost, &api.ErrorInfo{Code: "lost", Message: "nothing of it was run: its kernel, generation " + generation + ", had ended before it began"}
+	return api.Lost, &api.ErrorInfo{Code: "lost", Message: "lost: its kernel, generation " + generation + ", had ended before it began; nothing of it was run"}
 }
 
 // awaitKernel waits until a kernel takes cells, or cannot be had.

@@ -1471,3 +1471,19 @@ func TestMissingJournal(t *testing.T) {
 		t.Errorf("got %+v", x)
 	}
 }
+
+// A cell that was submitted as its kernel ended is told how that was, and once.
+func TestCellOfAnEndedKernel(t *testing.T) {
+	state, info := endInfo("g", nil, control.UnitStatus{Name: "kernel.service", InvocationID: "g", ExitKnown: true, ExitSignal: 9})
+	m := &Manager{lastEnd: endedGeneration{"g", state, info}}
+	for _, generation := range []string{"g", "g", "earlier"} {
+		state, info := m.endOf(generation)
+		want := "lost: the Python kernel was killed by signal 9 (SIGKILL); nothing of it was run"
+		if generation != "g" {
+			want = "lost: its kernel, generation earlier, had ended before it began; nothing of it was run"
+		}
+		if state != api.Lost || info.Message != want {
+			t.Errorf("%s: %s, %q", generation, state, info.Message)
+		}
+	}
+}
