@@ -243,7 +243,7 @@ type Conn struct {
 	serving chan struct{} // holds a token for each request whose answer has not been written
 
 	linger time.Duration // see Linger
-	prompt atomic.Bool   // the last call was answered within it
+	prompt atomic.Bool   // the last call was answered within it, and none lingers
 
 	mu       sync.Mutex // guards the fields below
 	nextID   uint64
@@ -405,8 +405,8 @@ func (c *Conn) CallFiles(ctx context.Context, method string, params any, send []
 	if c.linger > 0 {
 		sent := time.Now()
 		defer func() { c.prompt.Store(time.Since(sent) < c.linger) }()
-		if c.prompt.Load() {
-			c.sock.Linger(c.linger, func() bool { return len(ch) > 0 }) // another thread may have read it
+		if c.prompt.CompareAndSwap(true, false) { // one at a time: it keeps the others of this process waiting
+			c.sock.Linger(c.linger, func() bool { return len(ch) > 0 || ctx.Err() != nil }) // another thread may have read it
 		}
 	}
 	var a answer

@@ -1109,3 +1109,58 @@ func TestLinger(t *testing.T) {
 	}
 	call("prompt") // sleeps
 }
+
+// watched is a context that tells when it is looked at, which is before the sending, and
+// again and again while the call lingers.
+type watched struct {
+	context.Context
+	looked chan struct{}
+}
+
+func (w watched) Err() error {
+	select {
+	case w.looked <- struct{}{}:
+	default:
+	}
+	return w.Context.Err()
+}
+
+// Of calls that are under way together one lingers, or they would wait for each other. It
+// ends with its caller's patience.
+func TestLingerAlone(t *testing.T) {
+	c, _ := pair(t, nil, HandlerFunc(func(ctx context.Context, r *Request) (any, error) {
+		if r.Method == "slow" {
+			<-ctx.Done()
+		}
+		return nil, nil
+	}))
+	c.Linger(time.Hour)
+	if err := c.Call(t.Context(), "prompt", nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	slow := watched{ctx, make(chan struct{}, 2)}
+	result := make(chan error, 1)
+	go func() { result <- c.Call(slow, "slow", nil, nil) }()
+	expire := time.After(time.Minute)
+	for range 2 {
+		select {
+		case <-slow.looked:
+		case <-expire:
+			t.Fatal("the slow call does not linger, or not for its caller")
+		}
+	}
+	other := watched{t.Context(), make(chan struct{}, 2)}
+	if err := c.Call(other, "prompt", nil, nil); err != nil || len(other.looked) > 1 {
+		t.Errorf("the call beside it lingers too, or: %v", err)
+	}
+	cancel()
+	select {
+	case err := <-result:
+		if !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+	case <-expire:
+		t.Error("it lingers for nobody")
+	}
+}
