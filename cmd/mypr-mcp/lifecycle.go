@@ -22,6 +22,7 @@ import (
 	"mypr/supervisor"
 	"mypr/supervisor/control"
 	"mypr/supervisor/process"
+	"mypr/units/manager"
 )
 
 // stopTimeout bounds stop: the supervisor must be gone by then.
@@ -342,8 +343,9 @@ lost unless --keep-kernel keeps the kernel as it is.`,
 				return err
 			}
 			var r *api.RestartResult
+			var now generation
 			err = c.patiently(cmd.Context(), w, "the restart", func(ctx context.Context) (err error) {
-				r, err = c.restart(ctx, w, p)
+				r, now, err = c.restart(ctx, w, p)
 				return err
 			})
 			if r != nil && c.json {
@@ -352,23 +354,50 @@ lost unless --keep-kernel keeps the kernel as it is.`,
 			if err != nil || c.json {
 				return err
 			}
-			memory := "Python memory is new" // its generation is that of the kernel which the next cell starts
-			switch {
-			case !p.KeepKernel:
-			case r.OldGeneration == "":
-				memory = "there was no Python kernel to keep"
-			case r.NewGeneration == "" || r.NewGeneration == r.OldGeneration:
-				memory = "Python memory is kept"
-			default:
-				memory = "Python memory is new all the same: the kernel ended meanwhile (mypr-mcp logs)"
-			}
-			_, err = fmt.Fprintf(c.stdout, "restarted: version %s, %s\n", r.NewVersion, memory)
+			_, err = fmt.Fprintf(c.stdout, "restarted: version %s, %s\n", r.NewVersion, memoryAfter(r, now))
 			return err
 		},
 	}
 	cmd.Flags().BoolVar(&p.Force, "force", false, "cancel running cells and jobs first")
 	cmd.Flags().BoolVar(&p.KeepKernel, "keep-kernel", false, "keep the Python kernel with its memory and running cells")
 	return cmd
+}
+
+// generation is that of the kernel that runs, as the supervisor says.
+type generation struct {
+	id    string // "": none runs
+	known bool
+}
+
+// kernelNow asks the supervisor, which knows before a new manager does.
+func kernelNow(ctx context.Context, l *workspace.Location) (g generation) {
+	err := withControl(ctx, l, func(ctx context.Context, sv *control.Client) error {
+		u, err := sv.Show(ctx, manager.KernelUnit)
+		if err == nil && u.MainPID != 0 {
+			g.id = u.InvocationID
+		}
+		return err
+	})
+	g.known = err == nil || rpc.CodeOf(err) == rpc.CodeNotFound
+	return g
+}
+
+// memoryAfter says what became of Python memory in a restart. A new kernel may not run
+// yet, or may turn out not to start, so nothing is said of one.
+func memoryAfter(r *api.RestartResult, now generation) string {
+	switch {
+	case r.OldGeneration == "" && r.KeepKernel:
+		return "there was no Python kernel to keep"
+	case r.OldGeneration == "":
+		return "there was no Python kernel before"
+	case !r.KeepKernel:
+		return "the Python memory of before is gone"
+	case !now.known:
+		return "whether Python memory was kept is not known (mypr-mcp status)"
+	case now.id != r.OldGeneration:
+		return "Python memory is gone all the same: the kernel ended meanwhile (mypr-mcp logs)"
+	}
+	return "Python memory is kept"
 }
 
 // replacement is the program that a restart puts in place, by its path where the runtime
@@ -404,20 +433,20 @@ const restartTimeout = 240 * time.Second
 
 // restart replaces the supervisor's program and the manager. The record that it
 // returns says how far it came.
-func (c *cli) restart(ctx context.Context, w *workspace.Workspace, p api.LifecycleParams) (*api.RestartResult, error) {
+func (c *cli) restart(ctx context.Context, w *workspace.Workspace, p api.LifecycleParams) (r *api.RestartResult, now generation, err error) {
 	ctx, cancel := context.WithTimeout(ctx, restartTimeout)
 	defer cancel()
 	l, err := runtimeOf(ctx, w)
 	if err != nil {
-		return nil, err
+		return nil, now, err
 	}
 	to, err := replacementFor(l)
 	if err != nil {
-		return nil, err
+		return nil, now, err
 	}
 	if to.version != "" { // else another place's files count, too
 		if _, _, err := config.Load(w.Root); err != nil { // what runs is worth more than what could not
-			return nil, err
+			return nil, now, err
 		}
 	}
 	if to.version == "" && !c.json {
@@ -426,17 +455,18 @@ func (c *cli) restart(ctx context.Context, w *workspace.Workspace, p api.Lifecyc
 	p.Target, p.Version, p.Reason = to.path, cmp.Or(to.version, l.Supervisor.Version), "restart requested from the command line"
 	cl := asker(l)
 	defer cl.Close() // not before the old manager has ended: that would call the restart off
-	r, err := cl.Restart(ctx, p)
+	r, err = cl.Restart(ctx, p)
 	if err != nil {
-		return nil, orForce(err, "restart")
+		return nil, now, orForce(err, "restart")
 	}
 	st, err := c.swap(ctx, l, to)
 	if err != nil {
 		r.State, r.Error = "failed", err.Error()
-		return r, rpc.Errorf(rpc.CodeInternal, "restart failed: %v", err).WithHint("mypr-mcp status; then mypr-mcp restart again, or mypr-mcp stop --force")
+		return r, now, rpc.Errorf(rpc.CodeInternal, "restart failed: %v", err).WithHint("mypr-mcp status; then mypr-mcp restart again, or mypr-mcp stop --force")
 	}
-	r.State, r.NewGeneration, r.NewVersion = "succeeded", st.Generation, st.ManagerVersion
-	return r, nil
+	now = kernelNow(ctx, l)
+	r.State, r.NewGeneration, r.NewVersion = "succeeded", now.id, st.ManagerVersion
+	return r, now, nil
 }
 
 // replaceCommand is the rest of a restart that a cell asked for: the manager starts it.

@@ -176,9 +176,9 @@ func TestBrokenConfigurationIsNamed(t *testing.T) {
 	}
 	// Nor does a mistake cost what runs.
 	for text, want := range map[string]string{
-		"[python]\nplain = 3\n":                     "config.toml:2:",
+		"[python]\nplain = 3\n":                      "config.toml:2:",
 		"[python]\nplain = true\npython = \"3.2\"\n": "config.toml:3:1: python.python: ",
-		"[python]\npython = \"/nowhere/python\"\n":  "/nowhere/python",
+		"[python]\npython = \"/nowhere/python\"\n":   "/nowhere/python",
 	} {
 		s.write(".mypr/config.toml", text)
 		for _, verb := range []string{"restart", "reset"} {

@@ -317,13 +317,19 @@ func TestStartAndRestartSayWhatIsTrue(t *testing.T) {
 	if out := s.ok("restart", "--keep-kernel", "--json=false"); !strings.Contains(out, "memory is kept") {
 		t.Errorf("with a kernel: %s", out)
 	}
-	s.ok("units", "stop", "kernel")
-	for end := time.Now().Add(patience); time.Now().Before(end); { // the manager is told of it a moment later
-		if r := s.status(); r.Status != nil && r.Status.Generation == "" {
-			break
-		}
+	if out := s.ok("restart", "--json=false"); !strings.Contains(out, "memory of before is gone") {
+		t.Errorf("with a kernel: %s", out)
 	}
-	if out := s.ok("restart", "--keep-kernel", "--json=false"); !strings.Contains(out, "no Python kernel to keep") {
-		t.Errorf("without a kernel: %s", out)
+	for _, c := range [][]string{{"restart", "--keep-kernel"}, {"restart"}} {
+		s.ok("exec", "1") // the restart before this starts a kernel in its own time
+		s.ok("units", "stop", "kernel")
+		for end := time.Now().Add(patience); time.Now().Before(end); { // the manager is told of it a moment later
+			if r := s.status(); r.Status != nil && r.Status.Generation == "" {
+				break
+			}
+		}
+		if out := s.ok(append(c, "--json=false")...); !strings.Contains(out, "there was no Python kernel") || strings.Contains(out, "memory") {
+			t.Errorf("%q without a kernel: %s", c, out)
+		}
 	}
 }
