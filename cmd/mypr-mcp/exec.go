@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 
@@ -48,6 +50,10 @@ Ctrl-C interrupts the cell; a second Ctrl-C leaves it running.`,
 			if err != nil {
 				return err
 			}
+			if !utf8.ValidString(code) {
+				return rpc.Errorf(rpc.CodeInvalidRequest, "the code is not UTF-8 text").
+					WithHint("convert it, or run the file by its own encoding: mypr-mcp exec 'import runpy; runpy.run_path(\"FILE\")'")
+			}
 			return c.exec(cmd.Context(), a, code, cmd.Flags().Changed("json") && c.json)
 		},
 	}
@@ -76,7 +82,7 @@ func (c *cli) code(a execArgs, args []string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("cannot read the code: %w", err)
 	}
-	return string(data), nil
+	return string(bytes.TrimPrefix(data, []byte("\ufeff"))), nil // as Python does with a file
 }
 
 func (c *cli) exec(ctx context.Context, a execArgs, code string, asJSON bool) error {

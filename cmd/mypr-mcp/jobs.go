@@ -37,7 +37,7 @@ var _ manager.Jobs = background{}
 
 // backgroundJobs makes what answers ws.shell and ws.packages. base is the environment
 // before config.toml, run starts the programs that fetch uv.
-func backgroundJobs(w *workspace.Workspace, loader *units.Loader, cfg *config.Config, base []string, log *slog.Logger) func(manager.JobsHost) manager.Jobs {
+func backgroundJobs(w *workspace.Workspace, loader *units.Loader, cfg *config.Config, base []string, ignored *warnings, log *slog.Logger) func(manager.JobsHost) manager.Jobs {
 	return func(host manager.JobsHost) manager.Jobs {
 		s := jobs.New(jobs.Options{
 			Dir: filepath.Join(w.Root, "jobs"),
@@ -53,7 +53,7 @@ func backgroundJobs(w *workspace.Workspace, loader *units.Loader, cfg *config.Co
 				return full, nil
 			},
 			History: host, Admit: host.Admit,
-			Unit: jobDefaults(loader, log),
+			Unit: jobDefaults(loader, ignored),
 			Packages: func(ctx context.Context) (jobs.Packages, error) {
 				cfg, _, err := config.Load(w.Root)
 				if err != nil {
@@ -72,7 +72,7 @@ func backgroundJobs(w *workspace.Workspace, loader *units.Loader, cfg *config.Co
 
 // jobDefaults reads job.service for each job: what is on disk then counts. Where neither
 // the user nor the workspace has a directory of units, there is nothing to read again.
-func jobDefaults(loader *units.Loader, log *slog.Logger) func() (*spec.Unit, error) {
+func jobDefaults(loader *units.Loader, ignored *warnings) func() (*spec.Unit, error) {
 	var builtin atomic.Pointer[spec.Unit]
 	overridden := func() bool {
 		return slices.ContainsFunc(loader.Dirs, func(dir string) bool {
@@ -84,10 +84,8 @@ func jobDefaults(loader *units.Loader, log *slog.Logger) func() (*spec.Unit, err
 		if u := builtin.Load(); u != nil && !over {
 			return u, nil
 		}
-		u, warnings, err := loader.Load(units.JobDefaults)
-		for _, text := range warnings {
-			log.Warn("unit file", "warning", text)
-		}
+		u, list, err := loader.Load(units.JobDefaults)
+		ignored.in(units.JobDefaults, list)
 		if err == nil && !over && !overridden() { // not while it was read either
 			builtin.Store(u)
 		}

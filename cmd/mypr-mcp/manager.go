@@ -4,11 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -71,14 +74,13 @@ func (c *cli) manager(ctx context.Context) (err error) {
 	// A broken file must not keep the manager from saying so: the defaults serve until
 	// a kernel is to be prepared, which reads it again and fails with the reason.
 	started := os.Environ()
-	cfg, warnings, err := config.Load(w.Root)
+	cfg, list, err := config.Load(w.Root)
 	if err != nil {
 		log.Error("configuration", "error", err)
 		cfg = config.Default()
 	}
-	for _, text := range warnings {
-		log.Warn("configuration", "warning", text)
-	}
+	ignored := &warnings{log: log, of: map[string][]string{}}
+	ignored.in("config.toml", list)
 	origin := record.Environment
 	env, changed := cfg.Environ(started)
 	origin.Changed = changed
@@ -89,10 +91,10 @@ func (c *cli) manager(ctx context.Context) (err error) {
 		Workspace: w, Runtime: runtime, Kernel: kernelSocket, KernelSocket: kernelSocket.Addr().String(),
 		Connect: (&reviver{w: w, control: controlPath, env: withoutService(slices.Clone(started)), origin: record.Environment}).connect,
 		Prepare: func(ctx context.Context, run kernel.Runner, progress func(string)) (*kernel.Launch, error) {
-			return prepareKernel(ctx, w, started, run, progress)
+			return prepareKernel(ctx, w, started, ignored, run, progress)
 		},
 		Available: func(ctx context.Context, run kernel.Runner) error {
-			o, err := kernelOptions(w, started)
+			o, err := kernelOptions(w, started, ignored)
 			if err != nil {
 				return err
 			}
@@ -100,13 +102,11 @@ func (c *cli) manager(ctx context.Context) (err error) {
 			return kernel.Available(ctx, o)
 		},
 		KernelUnit: func() (*spec.Unit, error) {
-			u, warnings, err := loader.Load(units.Kernel)
-			for _, text := range warnings {
-				log.Warn("unit file", "warning", text)
-			}
+			u, list, err := loader.Load(units.Kernel)
+			ignored.in(units.Kernel, list)
 			return u, err
 		},
-		Services: services(w, log), Jobs: backgroundJobs(w, loader, cfg, started, log),
+		Services: services(w, log), Jobs: backgroundJobs(w, loader, cfg, started, ignored, log), Warnings: ignored.all,
 		IdleExit: time.Duration(cfg.Limits.IdleExitSeconds) * time.Second,
 		Limits: manager.Limits{
 			OutputBytes: cfg.Limits.OutputBytes, CompletedTasks: cfg.Limits.CompletedTasks,
@@ -120,6 +120,35 @@ func (c *cli) manager(ctx context.Context) (err error) {
 		},
 		Logger: log,
 	})
+}
+
+// warnings are what files of configuration have that nothing knows, each as it was last
+// read: in the log, and for status.
+type warnings struct {
+	log *slog.Logger
+	mu  sync.Mutex
+	of  map[string][]string
+}
+
+func (w *warnings) in(file string, list []string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if slices.Equal(w.of[file], list) {
+		return
+	}
+	for _, text := range list {
+		w.log.Warn("configuration", "warning", text)
+	}
+	w.of[file] = list
+}
+
+func (w *warnings) all() (list []string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, file := range slices.Sorted(maps.Keys(w.of)) {
+		list = append(list, w.of[file]...)
+	}
+	return list
 }
 
 // reviver connects the manager to its supervisor, and starts that again when it died
@@ -179,8 +208,8 @@ var serviceVariables = []string{
 }
 
 // prepareKernel makes ready what a kernel needs.
-func prepareKernel(ctx context.Context, w *workspace.Workspace, base []string, run kernel.Runner, progress func(string)) (*kernel.Launch, error) {
-	o, err := kernelOptions(w, base)
+func prepareKernel(ctx context.Context, w *workspace.Workspace, base []string, ignored *warnings, run kernel.Runner, progress func(string)) (*kernel.Launch, error) {
+	o, err := kernelOptions(w, base, ignored)
 	if err != nil {
 		return nil, err
 	}
@@ -194,11 +223,12 @@ func prepareKernel(ctx context.Context, w *workspace.Workspace, base []string, r
 }
 
 // kernelOptions reads the configuration as it is now, so that a reset applies it.
-func kernelOptions(w *workspace.Workspace, base []string) (kernel.Options, error) {
-	cfg, _, err := config.Load(w.Root)
+func kernelOptions(w *workspace.Workspace, base []string, ignored *warnings) (kernel.Options, error) {
+	cfg, list, err := config.Load(w.Root)
 	if err != nil {
 		return kernel.Options{}, err
 	}
+	ignored.in("config.toml", list)
 	env, _ := cfg.Environ(base)
 	return kernel.Options{Root: w.Root, Workspace: w.Dir, Config: cfg.Python, Env: withoutService(env)}, nil
 }

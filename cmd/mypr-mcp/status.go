@@ -253,6 +253,9 @@ func statusText(out io.Writer, r *api.StatusReport, colour bool, now time.Time) 
 		line("cells", "%d running, %d queued", len(s.Active), len(s.Queued))
 		line("clients", "%d bound, %d connected", s.ClientCount, s.ConnectionCount)
 		line("environment", "from %s %s", s.Environment.Source, s.Environment.Program)
+		for _, text := range s.Warnings {
+			line("warning", "%s", p.bad(text))
+		}
 		if s.LastError != "" && !strings.Contains(r.Problem, s.LastError) {
 			line("last error", "%s", s.LastError)
 		}

@@ -20,7 +20,7 @@ func TestStatusText(t *testing.T) {
 				State: "blocked", Python: "3.13.0", Mode: "plain", PlainReason: "no network",
 				Blocked: &api.Blocked{ExecID: "e1", Seconds: 12.34, Where: "cell line 3, in work"},
 			},
-			Environment: api.Origin{Source: "frontend", Program: "/usr/bin/client"},
+			Environment: api.Origin{Source: "frontend", Program: "/usr/bin/client"}, Warnings: []string{"f:2:1: unknown key limit, ignored"},
 		},
 		Problem:    "disk full",
 		Supervisor: &control.Info{PID: 7, Mode: "standalone", Tier: 2, TierReason: "no controllers", Started: testNow.Add(-90 * time.Second)},
@@ -43,6 +43,7 @@ generation  abcd
 cells       1 running, 0 queued
 clients     1 bound, 2 connected
 environment from frontend /usr/bin/client
+warning     f:2:1: unknown key limit, ignored
 version     v1 (this program is v2; mypr-mcp restart replaces the running one)
 supervisor  pid 7, standalone, up 1m30s, tier 2: no controllers
 

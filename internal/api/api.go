@@ -333,6 +333,7 @@ type (
 		Queued             []string     `json:"queued"`
 		Environment        Origin       `json:"environment"`
 		ConfigFiles        []string     `json:"config_files,omitempty"`
+		Warnings           []string     `json:"warnings,omitempty"` // what nothing knows in config.toml and the unit files that the manager reads
 		LastError          string       `json:"last_error,omitempty"`
 	}
 	// KernelStatus is what the manager knows of Python.

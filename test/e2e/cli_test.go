@@ -42,6 +42,14 @@ func TestExec(t *testing.T) {
 	if cmd.ProcessState.ExitCode() != 1 || out.String() != "out\n" || !strings.HasPrefix(errOut.String(), "err\n") || !strings.Contains(errOut.String(), "ZeroDivisionError") {
 		t.Errorf("exit %d, stdout %q, stderr %q", cmd.ProcessState.ExitCode(), out.String(), errOut.String())
 	}
+	s.write("script.py", "\ufeffprint('marked')\r\nx")
+	if out := s.ok("exec", "-f", "script.py"); out != "marked\n42\n" {
+		t.Errorf("with a byte order mark: %q", out)
+	}
+	s.write("script.py", "print('caf\xe9')")
+	if out, code := s.cli("exec", "-f", "script.py"); code != 1 || !strings.Contains(out, "not UTF-8") {
+		t.Errorf("exit %d, another encoding: %q", code, out)
+	}
 	// A long result, and a long message of an exception, are one line, in how many pages they came.
 	if out := s.ok("exec", "'x' * 40_000"); out != "'"+strings.Repeat("x", 40_000)+"'\n" {
 		t.Errorf("a long result has %d bytes in %d lines", len(out), strings.Count(out, "\n"))

@@ -68,6 +68,33 @@ func TestStatusShowsTheCostOfCalls(t *testing.T) {
 	}
 }
 
+// What nothing knows in a file of configuration is no error, and is not kept from its author.
+func TestStatusShowsWhatIsIgnored(t *testing.T) {
+	s := newSession(t, "[python]\nplain = true\nversion = \"3.13\"\n")
+	if err := os.MkdirAll(filepath.Join(s.dir, ".mypr/units/kernel.service.d"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s.write(".mypr/units/kernel.service.d/a.conf", "[Service]\nMemoyMax=4G\n")
+	s.ok("exec", "1")
+	check := func(want ...string) {
+		t.Helper()
+		got := s.status().Status.Warnings
+		if len(got) != len(want) {
+			t.Fatalf("%q, want %q", got, want)
+		}
+		for i, text := range want {
+			if !strings.Contains(got[i], text) {
+				t.Errorf("%q, want %q", got[i], text)
+			}
+		}
+	}
+	check("config.toml:3:1: unknown key python.version, ignored", "a.conf:2: unknown key MemoyMax=")
+	s.write(".mypr/config.toml", "[python]\nplain = true\n")
+	s.ok("reset")
+	s.ok("exec", "1")
+	check("a.conf:2: unknown key MemoyMax=")
+}
+
 // Without a runtime status says what a start would fail at, and starts nothing.
 func TestStatusNamesTheObstacle(t *testing.T) {
 	s := newSession(t, "[limits]\ncompleted_tasks = 0\n")

@@ -120,6 +120,7 @@ type Options struct {
 	Environment []string // of programs of ours that are started as units
 	Origin      api.Origin
 	ConfigFiles []string
+	Warnings    func() []string // for status: what nothing knows in files of configuration; may be nil
 	// Notify sends a state to the service manager (sd_notify); nil: there is none.
 	Notify func(state string) error
 	Logger *slog.Logger

@@ -75,6 +75,9 @@ func (m *Manager) status(ctx context.Context, p api.StatusParams) *api.Status {
 		PID: os.Getpid(), PIDNamespace: pidNamespace(), WorkspaceID: w.ID, Workspace: w.Dir, WorkspaceAvailable: true,
 		Instance: m.opts.Instance, StartedAt: m.started, Environment: m.opts.Origin, ConfigFiles: m.opts.ConfigFiles,
 		Active: []string{}, Queued: []string{}}
+	if m.opts.Warnings != nil {
+		s.Warnings = m.opts.Warnings()
+	}
 	if err := w.Check(); err != nil {
 		s.WorkspaceAvailable, s.WorkspaceProblem = false, err.Error()
 	}
