@@ -28,6 +28,7 @@ type fake struct {
 	units  map[string]*fakeUnit
 	lose   string // the method whose answer gets lost next
 	starts int
+	older  bool // it does not know what a newer manager asks for
 }
 
 type fakeUnit struct {
@@ -75,6 +76,9 @@ func dup(f *os.File) *os.File {
 func (f *fake) StartTransient(ctx context.Context, p control.TransientParams, files ...*os.File) (control.TransientResult, map[string]*os.File, error) {
 	if err := f.lost("refuse"); err != nil {
 		return control.TransientResult{}, nil, err
+	}
+	if f.older {
+		return control.TransientResult{}, nil, rpc.Errorf(rpc.CodeInvalidRequest, "start-transient: bad parameters: json: unknown field \"environment_fd\"")
 	}
 	s := p.Unit.Service
 	u := &fakeUnit{u: p.Unit, kept: map[string]*os.File{}, over: make(chan struct{})}

@@ -702,3 +702,14 @@ func TestOwnEnvironment(t *testing.T) {
 		t.Errorf("as one string: %q", r.Stdout)
 	}
 }
+
+// After an update of the program's file a manager that is started anew is the new program,
+// and its supervisor still the old one.
+func TestOlderSupervisor(t *testing.T) {
+	w := newWorld(t)
+	w.f.older = true
+	_, err := call[RunResult](w, "shell.run", params("true", ""))
+	if rpc.CodeOf(err) != CodeStart || !strings.Contains(err.Error(), "mypr-mcp restart --keep-kernel") {
+		t.Error(err)
+	}
+}

@@ -266,7 +266,11 @@ func (j *job) run(u *spec.Unit, p *startParams, patience time.Duration) {
 			return
 		}
 		if rpc.CodeOf(err) != CodeStart {
-			err = rpc.Errorf(CodeStart, "the command could not be started: %v", err)
+			next := ""
+			if strings.Contains(err.Error(), "unknown field") { // an update, and this manager was started anew
+				next = "; the supervisor runs an older program than the manager: mypr-mcp restart --keep-kernel"
+			}
+			err = rpc.Errorf(CodeStart, "the command could not be started: %v%s", err, next)
 		}
 		fail(err)
 		return
