@@ -232,6 +232,9 @@ func statusText(out io.Writer, r *api.StatusReport, colour bool, now time.Time) 
 		if s.Kernel.Mode != "" {
 			kernel += ", " + s.Kernel.Mode
 		}
+		if s.Kernel.Mode == "plain" && s.Kernel.PlainReason == "" {
+			kernel += " until IPython is loaded"
+		}
 		if s.Kernel.Detail != "" && !strings.Contains(r.Problem, s.Kernel.Detail) { // said once
 			kernel += ": " + s.Kernel.Detail
 		}

@@ -79,12 +79,12 @@ func TestQuantities(t *testing.T) {
 // What holds the loop may be no cell: an import at the start, on a slow machine.
 func TestStatusTextOfAKernelThatBlocksItself(t *testing.T) {
 	r := &api.StatusReport{Workspace: "/ws", ManagerAvailable: true, Healthy: true, Status: &api.Status{
-		Kernel: api.KernelStatus{State: "blocked", Blocked: &api.Blocked{Seconds: 2, Where: "base_events.py:21"}}}}
+		Kernel: api.KernelStatus{State: "blocked", Python: "3.13.0", Mode: "plain", Blocked: &api.Blocked{Seconds: 2, Where: "base_events.py:21"}}}}
 	var b strings.Builder
 	if err := statusText(&b, r, false, testNow); err != nil {
 		t.Fatal(err)
 	}
-	if !strings.Contains(b.String(), "blocked for 2s by work of its own at base_events.py:21\n") {
+	if !strings.Contains(b.String(), "blocked, Python 3.13.0, plain until IPython is loaded\n") || !strings.Contains(b.String(), "blocked for 2s by work of its own at base_events.py:21\n") {
 		t.Error(b.String())
 	}
 }
