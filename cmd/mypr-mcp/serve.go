@@ -24,6 +24,9 @@ func (c *cli) serveCommand() *cobra.Command {
 		Long: `Serve MCP on standard input and output. Nothing is started or written before the
 first tool call. The session goes on when this process ends.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if isTerminal(c.stdin) {
+				fmt.Fprintln(c.stderr, "mypr-mcp: serve is for MCP clients, which send JSON-RPC; Ctrl-D ends it. To run Python from here: mypr-mcp exec 1+1")
+			}
 			return c.serve(cmd.Context(), structured)
 		},
 	}

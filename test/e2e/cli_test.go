@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/creack/pty"
+
 	"mypr/internal/api"
 )
 
@@ -276,6 +278,38 @@ func TestUsageErrors(t *testing.T) {
 	}
 	if out, want := s.ok("--version"), s.ok("version"); out != want {
 		t.Errorf("--version prints %q, version %q", out, want)
+	}
+}
+
+// Who starts the server by hand is told what it waits for.
+func TestServeOnATerminal(t *testing.T) {
+	s := newSession(t, "")
+	master, terminal, err := pty.Open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer master.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	cmd := s.command(ctx, "serve")
+	cmd.Stdin = terminal
+	told, err := cmd.StderrPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	terminal.Close()
+	if err != nil {
+		t.Fatal(err)
+	}
+	line, err := bufio.NewReader(told).ReadString('\n')
+	if !strings.Contains(line, "mypr-mcp exec") {
+		t.Errorf("it says %q (%v)", line, err)
+	}
+	if _, err := master.WriteString("\x04"); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Error(err)
 	}
 }
 
