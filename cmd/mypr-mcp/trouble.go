@@ -30,7 +30,8 @@ func (e givenUp) Unwrap() error { return e.wire }
 func hopeless(u control.UnitStatus) error {
 	switch {
 	case u.Name != managerUnit:
-	case u.ActiveState == control.Failed && !u.StartQueued: // in a restart it may fail to end, which is no end
+	// One that failed in another way is started by the next connection: a waiting one counts.
+	case u.Result == "start-limit-hit" && u.ActiveState == control.Failed && !u.StartQueued:
 		why := cmp.Or(u.Error, "its last run ended with "+u.Result)
 		return givenUp{rpc.Errorf(rpc.CodeUnavailable, "the manager was given up: %s", strings.TrimSuffix(why+"; "+u.StatusText, "; ")).
 			WithHint("read .mypr/manager.log, mend it, then: mypr-mcp units start manager")}

@@ -58,6 +58,34 @@ func TestManagerGivenUp(t *testing.T) {
 	}
 }
 
+// A manager that was stopped and did not end well is not given up: whoever waits has it
+// started again.
+func TestManagerThatEndsBadly(t *testing.T) {
+	s := newSession(t)
+	dropIn := filepath.Join(s.dir, ".mypr", "units", "manager.service.d")
+	if err := os.MkdirAll(dropIn, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s.write(".mypr/units/manager.service.d/bad.conf", "[Service]\nExecStopPost=/bin/sh -c 'sleep 0.7; exit 1'\n")
+	s.ok("exec", "1")
+	before, events := s.unitPID("manager.service"), s.unitEvents("manager.service")
+	stopped := make(chan string, 1)
+	go func() {
+		out, _ := s.cli("units", "stop", "manager")
+		stopped <- out
+	}()
+	s.await(events, control.Deactivating)
+	if out, code := s.cli("logs"); code != 0 { // needs no kernel, which goes with a manager that fails
+		t.Errorf("logs, while it ended: exit status %d, %s", code, out)
+	}
+	if out := <-stopped; !strings.Contains(out, `"failed"`) {
+		t.Errorf("units stop: %s", out)
+	}
+	if s.unitPID("manager.service") == before {
+		t.Error("it is the same manager")
+	}
+}
+
 // A manager that is frozen, or stopped by a signal, is named to who waits for it.
 func TestSuspendedManager(t *testing.T) {
 	s := newSession(t)
