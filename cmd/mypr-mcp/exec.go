@@ -304,7 +304,7 @@ func (e *execution) outcome(r *api.ExecResult) error {
 			e.fresh()
 		}
 		if r.Truncated {
-			e.note("output over the limit of %d MiB was dropped", api.MaxOutputBytes>>20)
+			e.note("output over the limit was dropped for good ([limits] output_bytes in config.toml)")
 		}
 	}
 	switch {

@@ -70,12 +70,15 @@ func TestStatusShowsTheCostOfCalls(t *testing.T) {
 
 // What nothing knows in a file of configuration is no error, and is not kept from its author.
 func TestStatusShowsWhatIsIgnored(t *testing.T) {
-	s := newSession(t, "[python]\nplain = true\nversion = \"3.13\"\n")
+	s := newSession(t, "[limits]\noutput_bytes = 2048\n[python]\nplain = true\nversion = \"3.13\"\n")
 	if err := os.MkdirAll(filepath.Join(s.dir, ".mypr/units/kernel.service.d"), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	s.write(".mypr/units/kernel.service.d/a.conf", "[Service]\nMemoyMax=4G\n")
-	s.ok("exec", "1")
+	// What is set holds, and no text has another limit.
+	if out, code := s.cli("exec", "print('x' * 4000)"); code != 0 || strings.Count(out, "x") > 2100 || !strings.Contains(out, "output over the limit was dropped") {
+		t.Errorf("exit %d, %q", code, out)
+	}
 	check := func(want ...string) {
 		t.Helper()
 		got := s.status().Status.Warnings
@@ -88,7 +91,7 @@ func TestStatusShowsWhatIsIgnored(t *testing.T) {
 			}
 		}
 	}
-	check("config.toml:3:1: unknown key python.version, ignored", "a.conf:2: unknown key MemoyMax=")
+	check("config.toml:5:1: unknown key python.version, ignored", "a.conf:2: unknown key MemoyMax=")
 	s.write(".mypr/config.toml", "[python]\nplain = true\n")
 	s.ok("reset")
 	s.ok("exec", "1")
