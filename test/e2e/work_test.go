@@ -536,7 +536,10 @@ func TestBadInputOfWork(t *testing.T) {
 	other.init("b")
 	beside := other.tool("execute", map[string]any{"code": "import asyncio\nover = asyncio.Event()\nawait over.wait()\n'untouched'", "wait_ms": 0})
 	f.must("async def attempt(make):\n    try:\n        r = make()\n        r = await r if hasattr(r, '__await__') else r\n        return 'no error: ' + repr(r)\n    except BaseException as e:\n        return f'{type(e).__name__}: {e}'")
+	f.must("import os\nfor name, text in (('plain', 'true'), ('orphan', '#!/no/such\\n')):\n    with open(name, 'w') as file: file.write(text)\n    os.chmod(name, 0o755)")
 	for code, want := range map[string]string{
+		`ws.shell.run(["./plain"])`:                                         "exec format error",
+		`ws.shell.start(["./orphan"])`:                                      "no such file or directory (the program, its directory, or what its #! line names)",
 		`ws.shell.run(["no-such-program"])`:                                 "NotFoundError: cannot start \"no-such-program\"",
 		`ws.shell.run("true", cwd="/no/such")`:                              "NotFoundError: the working directory /no/such does not exist",
 		`ws.shell.run("true", env={"A": "x\0"})`:                            "InvalidRequestError: the environment variable A contains a NUL byte",

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"sync"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 	"mypr/internal/rpc"
 	"mypr/internal/rpc/readable"
 	"mypr/supervisor/control"
+	"mypr/supervisor/process"
 	"mypr/supervisor/spec"
 )
 
@@ -139,6 +141,9 @@ func (j *job) launch(u *spec.Unit, p *startParams, patience time.Duration) (end 
 		reason := r.Unit.Error
 		if reason == "" {
 			reason = r.Unit.Result
+		}
+		if strings.HasSuffix(reason, unix.ENOENT.Error()) { // the program was there a moment ago
+			reason += " (the program, its directory, or what its #! line names)"
 		}
 		return nil, rpc.Errorf(CodeStart, "the command could not be started: %s", reason)
 	}
@@ -367,7 +372,14 @@ func (j *job) event(name string, data map[string]any) *api.LogEvent {
 
 // startFailed tells a command that could not be started from one that ran and failed.
 func startFailed(r *control.TransientResult) bool {
-	return r.Result != "done" && !r.Unit.ExitKnown && (r.Unit.ActiveState == control.Failed || r.Unit.ActiveState == control.Inactive)
+	over := r.Unit.ActiveState == control.Failed || r.Unit.ActiveState == control.Inactive
+	return over && r.Result != "done" && (!r.Unit.ExitKnown || notExecuted(&r.Unit))
+}
+
+// notExecuted: the exit status of the unit is its supervisor's way to say that the program
+// could not be executed.
+func notExecuted(u *control.UnitStatus) bool {
+	return u.ExitKnown && u.ExitCode == process.ExitExec && u.StartedAt.IsZero()
 }
 
 // watch waits for the end of the unit.

@@ -79,7 +79,7 @@ func (s *Status) warn(code, text string) {
 func (s *Status) conclude(u *control.UnitStatus, cancelled bool) {
 	s.MemoryPeak, s.CPUSeconds = u.MemoryPeak, float64(u.CPUUsageUsec)/1e6
 	s.CoreDump = u.CoreDump
-	known := u.ExitKnown
+	known := u.ExitKnown && !notExecuted(u)
 	if known {
 		code := u.ExitCode
 		if u.ExitSignal != 0 {
@@ -110,7 +110,7 @@ func (s *Status) conclude(u *control.UnitStatus, cancelled bool) {
 		if u.MemoryMax > 0 {
 			s.Error += fmt.Sprintf(" (limit %s, peak %s)", size(u.MemoryMax), size(u.MemoryPeak))
 		}
-	case u.Result == "resources":
+	case u.Result == "resources", notExecuted(u):
 		s.State, s.Cause = api.FailedCell, causeStart
 		s.Error = "it could not be started: " + u.Error
 	case !known:
