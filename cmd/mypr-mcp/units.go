@@ -62,7 +62,7 @@ func (c *cli) unitsCommand() *cobra.Command {
 						_, err = fmt.Fprintf(c.stdout, "%s: %s, now %s/%s\n", name, r.Result, r.Unit.ActiveState, r.Unit.SubState)
 					}
 					if err == nil && r.Result != "done" {
-						err = rpc.Errorf(rpc.CodeConflict, "%s was not %s: %s %s", name, j.done, r.Result, r.Unit.Error).WithHint("mypr-mcp units show %s", name)
+						err = rpc.Errorf(rpc.CodeConflict, "%s was not %s: %s", name, j.done, strings.TrimSuffix(r.Result+": "+r.Unit.Error, ": ")).WithHint("mypr-mcp units show %s", name)
 					}
 					return err
 				})
