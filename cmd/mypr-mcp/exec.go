@@ -93,7 +93,7 @@ func (c *cli) exec(ctx context.Context, a execArgs, code string, asJSON bool) er
 	// The root's context ends at the first Ctrl-C, which here is for the cell.
 	ctx = context.WithoutCancel(ctx)
 	signals := make(chan os.Signal, 2)
-	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	signal.Notify(signals, endSignals()...)
 	defer signal.Stop(signals)
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

@@ -182,11 +182,15 @@ func (c *cli) stop(ctx context.Context, w *workspace.Workspace, force bool) (*st
 		// of something may keep the rest alive.
 		r.Note = strings.TrimPrefix(r.Note+"; the manager did not agree: "+rpc.AsError(err).Message, "; ")
 	}
-	if err := shutdown(ctx, l); err != nil {
+	next, err := shutdown(ctx, l)
+	if err != nil {
 		if ctx.Err() != nil {
 			return nil, context.Cause(ctx)
 		}
 		return nil, err
+	}
+	if next != nil {
+		r.Note = strings.TrimPrefix(fmt.Sprintf("%s; the next session has begun meanwhile (supervisor: process %d)", r.Note, next.PID), "; ")
 	}
 	r.Stopped = true
 	return r, nil
@@ -291,31 +295,32 @@ func asker(l *workspace.Location) *client.Client {
 
 // shutdown ends the supervisor and everything below it. Its end is read from its
 // pidfd, which works across pid namespaces; where the kernel has none (before Linux
-// 6.5), from the supervisor's lock, which its last descriptor lets go.
-func shutdown(ctx context.Context, l *workspace.Location) error {
+// 6.5), from the supervisor's lock, which its last descriptor lets go. next is the
+// supervisor of another session that waited for that and has begun.
+func shutdown(ctx context.Context, l *workspace.Location) (next *control.Info, err error) {
 	sv, err := control.Dial(ctx, l.Control)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer sv.Close()
 	gone, err := watchPeer(sv)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer gone.Close()
 	err = sv.Shutdown(ctx, control.ShutdownParams{Reason: "stop requested from the command line"})
 	if err != nil && !errors.Is(err, rpc.ErrClosed) {
-		return err
+		return nil, err
 	}
 	if err := gone.wait(ctx); err != nil {
-		return err
+		return nil, err
 	}
 	if _, err := os.Stat(l.Workspace.Root); err == nil { // else it was deleted, the lock with it
-		lock, err := l.Workspace.SupervisorLock(ctx)
-		if err != nil {
-			return err
+		lock, next, err := released(ctx, l)
+		if err != nil || next != nil {
+			return next, err
 		}
-		lock.Close()
+		defer lock.Close() // before that nobody makes new sockets
 	}
 	made := []string{l.Socket, l.Control}
 	if l.Supervisor != nil && (l.Supervisor.Mode == "systemd" || l.Supervisor.Mode == workspace.SourceContainer) {
@@ -323,10 +328,27 @@ func shutdown(ctx context.Context, l *workspace.Location) error {
 	}
 	for _, path := range made {
 		if _, err := os.Lstat(path); err == nil {
-			return rpc.Errorf(rpc.CodeInternal, "the supervisor ended but left %s", path).WithHint("mypr-mcp status")
+			return nil, rpc.Errorf(rpc.CodeInternal, "the supervisor ended but left %s", path).WithHint("mypr-mcp status")
 		}
 	}
-	return nil
+	return nil, nil
+}
+
+// released takes the lock of a supervisor that ends, which is free when nothing of it is
+// left. Whoever wants a session meanwhile waits for the same, and may be quicker: then
+// that supervisor is next. Those who only look let go at once.
+func released(ctx context.Context, l *workspace.Location) (lock *workspace.Lock, next *control.Info, err error) {
+	for {
+		patience, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+		lock, err := l.Workspace.SupervisorLock(patience)
+		cancel()
+		if err == nil || !errors.As(err, new(*workspace.Held)) || ctx.Err() != nil {
+			return lock, nil, err
+		}
+		if now, err := l.Workspace.Discover(ctx); err == nil && now.Supervisor != nil && now.Supervisor.Instance != l.Supervisor.Instance {
+			return nil, now.Supervisor, nil
+		}
+	}
 }
 
 func (c *cli) restartCommand() *cobra.Command {

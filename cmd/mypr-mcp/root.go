@@ -95,9 +95,18 @@ func run(args []string) int {
 	if cmd, _, err := root.Find(args); err == nil && cmd.Name() == "supervise" {
 		relax()
 	}
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	ctx, stop := signal.NotifyContext(context.Background(), endSignals()...)
 	defer stop()
 	return c.status(root.ExecuteContext(ctx))
+}
+
+// endSignals end a command. A SIGINT that whoever started it has ignored (a shell's
+// background job) stays ignored, as everywhere: to catch it would take that back.
+func endSignals() []os.Signal {
+	if signal.Ignored(syscall.SIGINT) {
+		return []os.Signal{syscall.SIGTERM}
+	}
+	return []os.Signal{syscall.SIGTERM, syscall.SIGINT}
 }
 
 func (c *cli) command() *cobra.Command {

@@ -81,7 +81,12 @@ func Run(ctx context.Context, o Options) error {
 	defer st.close()
 
 	signals := make(chan os.Signal, 1)
-	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP)
+	signal.Notify(signals, syscall.SIGTERM)
+	for _, sig := range []os.Signal{syscall.SIGINT, syscall.SIGHUP} {
+		if !signal.Ignored(sig) { // nohup, a shell's background job
+			signal.Notify(signals, sig)
+		}
+	}
 	defer signal.Stop(signals)
 	// A stderr that nobody reads must not kill us: only with a handler does Go return
 	// EPIPE for fd 1 and 2 instead of dying.

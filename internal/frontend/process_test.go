@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"regexp"
 	"strconv"
@@ -24,6 +25,9 @@ import (
 // childRole is what the test binary does when it is executed as another program.
 func childRole(role string) int {
 	switch role {
+	case "nohup": // a front end that was started to ignore some signals
+		signal.Ignore(syscall.SIGINT, syscall.SIGHUP)
+		return childRole("serve")
 	case "serve": // a front end
 		in, _ := os.Readlink("/proc/self/fd/0")
 		out, _ := os.Readlink("/proc/self/fd/1")
@@ -215,6 +219,30 @@ func TestEnds(t *testing.T) {
 				t.Errorf("exit: %v", err)
 			}
 		})
+	}
+}
+
+// What it was started to ignore does not end it.
+func TestIgnoredSignals(t *testing.T) {
+	p := start(t, clienttest.New(t), "nohup")
+	p.send(t, sayInit)
+	p.next(t)
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, line, _ := strings.Cut(string(status), "SigIgn:\t")
+	line, _, _ = strings.Cut(line, "\n")
+	ignored, err := strconv.ParseUint(line, 16, 64)
+	if want := uint64(1)<<(syscall.SIGINT-1) | 1<<(syscall.SIGHUP-1); err != nil || ignored&want != want {
+		t.Errorf("it ignores %q, %v", line, err)
+	}
+	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	p.ends(t)
+	if err := p.cmd.Wait(); err != nil {
+		t.Errorf("exit: %v", err)
 	}
 }
 

@@ -14,6 +14,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -39,6 +40,10 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(dir)
 		cache = filepath.Join(dir, "cache")
+		// What is started here to be interrupted must not ignore that, even when this does.
+		if signal.Ignored(syscall.SIGINT) {
+			signal.Notify(make(chan os.Signal, 1), syscall.SIGINT)
+		}
 		// A make in a cell is nobody's sub-make, even when make runs these tests.
 		for _, name := range []string{"MAKEFLAGS", "MFLAGS", "MAKELEVEL"} {
 			os.Unsetenv(name)

@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"mypr/supervisor/control"
 )
 
 // Must be seen, 1: from nothing to a result, with the default environment.
@@ -144,6 +146,74 @@ func TestSignalAtStart(t *testing.T) {
 	}
 }
 
+// supervise starts a supervisor and returns when it says that it runs.
+func (s *session) supervise(cmd *exec.Cmd) {
+	s.t.Helper()
+	log, err := cmd.StderrPipe()
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		s.t.Fatal(err)
+	}
+	defer time.AfterFunc(patience, func() { log.Close() }).Stop()
+	lines := bufio.NewScanner(log)
+	for lines.Scan() && !strings.Contains(lines.Text(), "supervisor runs") {
+	}
+	go func() { _, _ = io.Copy(io.Discard, log) }()
+}
+
+// A supervisor that is started by hand while the session before it stops takes its place,
+// which is no failure of the stop. A SIGINT that it was started to ignore stays ignored.
+func TestSupervisorByHand(t *testing.T) {
+	s := newSession(t)
+	dropIn := filepath.Join(s.dir, ".mypr", "units", "kernel.service.d")
+	if err := os.MkdirAll(dropIn, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s.write(".mypr/units/kernel.service.d/slow.conf", "[Service]\nExecStopPost=/bin/sleep 0.3\n")
+	s.ok("exec", "1")
+	events := s.unitEvents("kernel.service")
+	stopped := make(chan string, 1)
+	go func() {
+		out, code := s.cli("stop", "--json=false")
+		stopped <- fmt.Sprint(code, " ", out)
+	}()
+	s.await(events, control.Deactivating)
+	if err := os.RemoveAll(dropIn); err != nil {
+		t.Fatal(err)
+	}
+	cmd := s.command(t.Context(), "supervise")
+	cmd.Path, cmd.Args = "/bin/sh", []string{"sh", "-c", `trap "" INT; exec "$0" supervise`, bin}
+	s.supervise(cmd)
+	if said := <-stopped; !strings.HasPrefix(said, "0 ") {
+		t.Errorf("stop: exit status %s", said)
+	}
+	for n := range 2 {
+		if out := s.ok("exec", "1 + 1"); out != "2\n" {
+			t.Errorf("a cell: %q", out)
+		}
+		if sv := s.status().Supervisor; sv == nil || sv.PID != cmd.Process.Pid {
+			t.Fatalf("the supervisor is %+v, not process %d", sv, cmd.Process.Pid)
+		}
+		if err := cmd.Process.Signal(syscall.SIGINT); err != nil {
+			t.Fatal(err)
+		}
+		if n == 0 {
+			s.ok("restart") // that executes the supervisor anew
+		}
+	}
+	if out := s.ok("exec", "40 + 2"); out != "42\n" {
+		t.Errorf("after SIGINT: %q", out)
+	}
+	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+}
+
 // A supervisor is the program that was started, whatever an update puts in its place.
 func TestReplacedWhileStarting(t *testing.T) {
 	s := newSession(t)
@@ -164,18 +234,7 @@ func TestReplacedWhileStarting(t *testing.T) {
 	}
 	cmd := s.command(t.Context(), "supervise")
 	cmd.Path = fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), f.Fd())
-	log, err := cmd.StderrPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	defer time.AfterFunc(patience, func() { log.Close() }).Stop()
-	lines := bufio.NewScanner(log)
-	for lines.Scan() && !strings.Contains(lines.Text(), "supervisor runs") {
-	}
-	go func() { _, _ = io.Copy(io.Discard, log) }()
+	s.supervise(cmd)
 	if out := s.ok("exec", "40 + 2"); out != "42\n" {
 		t.Errorf("a cell: %q", out)
 	}
