@@ -24,6 +24,7 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"unicode/utf8"
 
 	"golang.org/x/sys/unix"
 
@@ -116,6 +117,9 @@ func Open(dir string) (*Workspace, error) {
 	}
 	if real == "/" {
 		return nil, fail(rpc.CodeInvalidRequest, "it is the root of the file system, where a runtime would see everything as its own")
+	}
+	if !utf8.ValidString(real) {
+		return nil, fail(rpc.CodeInvalidRequest, "its path %q is not UTF-8 text, and what is started there is told of it as such: rename it", real)
 	}
 	f, err := os.OpenFile(real, unix.O_DIRECTORY|os.O_RDONLY, 0)
 	if err != nil {

@@ -61,7 +61,12 @@ func TestOpenRefuses(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
+	bytes := filepath.Join(base, "caf\xe9")
+	if err := os.Mkdir(bytes, 0o700); err != nil {
+		t.Fatal(err)
+	}
 	for dir, text := range map[string]string{
+		bytes:                          `caf\xe9" is not UTF-8 text`,
 		"/":                            "root of the file system",
 		"/..":                          "root of the file system",
 		filepath.Join(base, "missing"): "no such file or directory",
