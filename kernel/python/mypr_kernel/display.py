@@ -69,6 +69,8 @@ class Displays:
             return  # of a display() that is the cell's last expression
         if cell is not None and not cell.ended and not cell.truncated:
             self.publish(cell, self._bundle(cell, value), result, display_id, update)
+            if result and type(value).__name__ == "coroutine":
+                self.warn(cell, "not_awaited", "nothing of this coroutine was run: write await before it")
         elif cell is None or cell.ended:
             self._log.line(f"displayed outside of a cell: {type(value).__name__}")
 

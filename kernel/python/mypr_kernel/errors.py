@@ -89,4 +89,8 @@ def _hide(formatted: Any, seen: set[int]) -> None:
 def _hint(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and "asyncio.run() cannot be called" in message(error):
         return "hint: a cell runs in an event loop: write `await main()` instead of asyncio.run(main())\n"
+    if isinstance(error, (TypeError, AttributeError)):
+        text = message(error)
+        if "'coroutine'" in text or "coroutine object" in text:
+            return "hint: what makes a coroutine has to be awaited: (await call())\n"
     return ""

@@ -159,3 +159,14 @@ def test_figures_of_interleaved_cells_do_not_mix(shared: Kernel, has_matplotlib:
     shared.wait_state(waiting)
     assert not other.of("display")
     assert len([f for e in shared.cell(waiting).of("display") for f in e["files"]]) == 1
+
+
+def test_a_coroutine_that_nobody_awaits(shared: Kernel) -> None:
+    cell = shared.run("async def work(): return {}\nwork()")
+    assert [w["code"] for w in cell.of("warning")] == ["not_awaited"]
+    for code in ("work()['x']", "work().x", "a, b = work()"):
+        cell = shared.run(code)
+        (error,) = cell.of("error")
+        assert error["text"].endswith("hint: what makes a coroutine has to be awaited: (await call())\n"), code
+    cell = shared.run("await work()")
+    assert (cell.result, cell.of("warning")) == ("{}", [])
