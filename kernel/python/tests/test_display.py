@@ -167,6 +167,8 @@ def test_a_coroutine_that_nobody_awaits(shared: Kernel) -> None:
     for code in ("work()['x']", "work().x", "a, b = work()"):
         cell = shared.run(code)
         (error,) = cell.of("error")
-        assert error["text"].endswith("hint: what makes a coroutine has to be awaited: (await call())\n"), code
+        assert error["text"].endswith("hint: what makes a coroutine has to be awaited: (await call())\n"), (
+            code
+        )
     cell = shared.run("await work()")
     assert (cell.result, cell.of("warning")) == ("{}", [])
