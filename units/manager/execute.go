@@ -350,7 +350,7 @@ func (c *connection) poll(ctx context.Context, p api.PollParams) (*answer, error
 		return nil, err
 	}
 	if !isExecID(p.ExecID) {
-		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "poll: bad exec_id %q: it has 32 hex digits", p.ExecID).
+		return nil, rpc.Errorf(rpc.CodeInvalidRequest, "poll: bad exec_id %q: an exec_id has 32 hex digits", p.ExecID).
 			WithHint(hintExecID)
 	}
 	cursor := int64(0)
@@ -396,7 +396,7 @@ func (c *connection) poll(ctx context.Context, p api.PollParams) (*answer, error
 	if cursor > r.JournalEvents {
 		n := r.JournalEvents
 		m.mu.Unlock()
-		return nil, rpc.Errorf(api.CodeInvalidCursor, "poll: cursor %d is past the end: execution %s has %d events", cursor, p.ExecID, n)
+		return nil, rpc.Errorf(api.CodeInvalidCursor, "poll: cursor %d is past the end of execution %s, which is %d", cursor, p.ExecID, n)
 	}
 	state := r.State
 	m.mu.Unlock()
@@ -517,7 +517,7 @@ func (c *connection) pageOfEnded(e *store.Entity, cursor int64, budget int) (*an
 		a.Warnings = append(a.Warnings, api.Warning{Code: "journal_truncated", Text: fmt.Sprintf("%d events were saved, %d are left in the journal", e.JournalEvents, total)})
 	}
 	if cursor > max(total, e.JournalEvents) {
-		return nil, rpc.Errorf(api.CodeInvalidCursor, "poll: cursor %d is past the end: execution %s has %d events", cursor, e.ID, max(total, e.JournalEvents))
+		return nil, rpc.Errorf(api.CodeInvalidCursor, "poll: cursor %d is past the end of execution %s, which is %d", cursor, e.ID, max(total, e.JournalEvents))
 	}
 	return a, c.finishAnswer(a, p, total)
 }
@@ -594,7 +594,7 @@ func (c *connection) interrupt(ctx context.Context, p api.InterruptParams) (*api
 	m.mu.Unlock()
 	if r == nil {
 		if !isExecID(p.ExecID) {
-			return nil, rpc.Errorf(rpc.CodeInvalidRequest, "interrupt: bad exec_id %q: it has 32 hex digits", p.ExecID).
+			return nil, rpc.Errorf(rpc.CodeInvalidRequest, "interrupt: bad exec_id %q: an exec_id has 32 hex digits", p.ExecID).
 				WithHint(hintInterruptID)
 		}
 		e, err := m.store.Entity(p.ExecID)
