@@ -112,7 +112,7 @@ interrupt=true first stops the cell: KeyboardInterrupt if it holds the event loo
 
 var (
 	waitParameter = parameter{name: "wait_ms", kind: "integer", example: "10000",
-		text: "How long to wait, in milliseconds, 0 to 30000; more is cut, and the answer says so. Default 1000. Not a limit on the cell."}
+		text: "How long to wait, in milliseconds, 0 to 30000; more is cut, and the answer says so. Default 1000, unless config.toml says otherwise. Not a limit on the cell."}
 	bytesParameter = parameter{name: "max_bytes", kind: "integer", min: api.MinBytes, max: api.MaxBytes, example: "65536",
 		text: "Size of one page of output, 1024 to 1048576; all of it is shown. Default: pages of 32768, of which the text shows head and tail in about 8 KB."}
 )
