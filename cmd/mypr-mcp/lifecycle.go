@@ -404,16 +404,17 @@ func kernelNow(ctx context.Context, l *workspace.Location) (g generation) {
 	return g
 }
 
-// memoryAfter says what became of Python memory in a restart. A new kernel may not run
-// yet, or may turn out not to start, so nothing is said of one.
+// memoryAfter says what became of Python memory in a restart.
 func memoryAfter(r *api.RestartResult, now generation) string {
 	switch {
 	case r.OldGeneration == "" && r.KeepKernel:
 		return "there was no Python kernel to keep"
 	case r.OldGeneration == "":
 		return "there was no Python kernel before"
-	case !r.KeepKernel:
+	case !r.KeepKernel && now.id == "": // unknown, or there is none yet
 		return "the Python memory of before is gone"
+	case !r.KeepKernel:
+		return "Python memory is new"
 	case !now.known:
 		return "whether Python memory was kept is not known (mypr-mcp status)"
 	case now.id != r.OldGeneration:
@@ -486,9 +487,35 @@ func (c *cli) restart(ctx context.Context, w *workspace.Workspace, p api.Lifecyc
 		r.State, r.Error = "failed", err.Error()
 		return r, now, rpc.Errorf(rpc.CodeInternal, "restart failed: %v", err).WithHint("mypr-mcp status; then mypr-mcp restart again, or mypr-mcp stop --force")
 	}
+	r.State, r.NewVersion = "succeeded", st.ManagerVersion
+	if !p.KeepKernel && to.version != "" { // else it may be a version that does not know the question
+		err = newKernel(ctx, l)
+	}
 	now = kernelNow(ctx, l)
-	r.State, r.NewGeneration, r.NewVersion = "succeeded", now.id, st.ManagerVersion
-	return r, now, nil
+	r.NewGeneration = now.id
+	if err != nil {
+		r.State, r.Error = "failed", err.Error()
+		e := *rpc.AsError(err)
+		e.Message = fmt.Sprintf("version %s runs, and %s, but %s", r.NewVersion, memoryAfter(r, now), e.Message)
+		err = &e
+	}
+	return r, now, err
+}
+
+// newKernel waits until there is a Python kernel and says why there is none.
+func newKernel(ctx context.Context, l *workspace.Location) error {
+	cl := asker(l)
+	defer cl.Close()
+	s, err := cl.Status(ctx, api.StatusParams{AwaitKernel: true})
+	switch {
+	case err != nil:
+		return rpc.Errorf(rpc.CodeUnavailable, "whether there is a new Python kernel is not known: %v", err).WithHint("mypr-mcp status")
+	case s.Kernel.State == "down":
+		return rpc.Errorf(api.CodeKernel, "there is no Python kernel: %s", s.Kernel.Detail).WithHint("mend that, then mypr-mcp reset")
+	case s.Generation == "":
+		return rpc.Errorf(api.CodeKernel, "there is no Python kernel: %s", cmp.Or(s.LastError, "it ended at once")).WithHint("look at .mypr/kernel.log, then mypr-mcp reset")
+	}
+	return nil
 }
 
 // replaceCommand is the rest of a restart that a cell asked for: the manager starts it.
@@ -604,7 +631,7 @@ func (c *cli) become(ctx context.Context, l *workspace.Location, to replacement)
 		return nil, fmt.Errorf("asking the new manager: %w", err)
 	case s.ManagerVersion != version:
 		return nil, fmt.Errorf("the manager has version %s, not %s", s.ManagerVersion, version)
-	case s.HealthError != "":
+	case s.HealthError != "" && s.Kernel.State != "down": // which is Python's trouble, with any version
 		return nil, fmt.Errorf("the new manager is not well: %s", s.HealthError)
 	}
 	return s, nil

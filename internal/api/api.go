@@ -303,6 +303,9 @@ type (
 	// asked whether it is there.
 	StatusParams struct {
 		Detail bool `json:"detail,omitempty"`
+		// AwaitKernel has a kernel started if there is none, and the answer wait until it
+		// takes cells or cannot be had, which may take as long as to make an environment.
+		AwaitKernel bool `json:"await_kernel,omitempty"`
 	}
 	// Status is the manager's view. The CLI adds what it knows (StatusReport).
 	Status struct {

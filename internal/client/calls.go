@@ -175,7 +175,11 @@ func (c *Client) Interrupt(ctx context.Context, p api.InterruptParams) (*api.Int
 
 // Status asks for the manager's view.
 func (c *Client) Status(ctx context.Context, p api.StatusParams) (*api.Status, error) {
-	return ask[api.Status](ctx, c, api.MethodStatus, p, grace, true)
+	budget := grace
+	if p.AwaitKernel {
+		budget = kernelTimeout
+	}
+	return ask[api.Status](ctx, c, api.MethodStatus, p, budget, true)
 }
 
 // Logs reads the event log. A wait is not shortened when it is sent again.

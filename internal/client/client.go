@@ -54,8 +54,10 @@ var (
 const (
 	resetTimeout = 90 * time.Second // ends a kernel by escalation and starts another
 	stopTimeout  = 60 * time.Second
-	maxSends     = 12 // of one call: the manager may be dying of that very call; the supervisor gives it up after as many starts in a minute
-	maxAttaches  = 10 // in a row: connections that end before they are attached
+	// A new environment with a Python from far away; whoever asks for that bounds it.
+	kernelTimeout = 10 * time.Minute
+	maxSends      = 12 // of one call: the manager may be dying of that very call; the supervisor gives it up after as many starts in a minute
+	maxAttaches   = 10 // in a row: connections that end before they are attached
 
 	// A short cell is answered in less, and an agent calls less than once a second.
 	linger = time.Millisecond

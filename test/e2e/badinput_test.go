@@ -230,6 +230,27 @@ func TestWrongPythonIsNamed(t *testing.T) {
 	}
 }
 
+// An interpreter that seems to do and does not: what could not be told before a restart is
+// in its answer.
+func TestRestartWithoutANewKernel(t *testing.T) {
+	s := newSession(t)
+	s.ok("exec", "x = 1")
+	s.write("python", "#!/bin/sh\n[ \"$1 $2 $3\" = '-I -S -c' ] || { echo broken >&2; exit 9; }\n"+`printf '{"version": "3.12.1", "path": "%s"}' "$0"`)
+	if err := os.Chmod(filepath.Join(s.dir, "python"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	s.write(".mypr/config.toml", "[python]\nplain = true\npython = \"./python\"\n")
+	out, code := s.cli("restart", "--json=false")
+	for _, want := range []string{"the Python memory of before is gone", "there is no Python kernel", "cannot create the Python environment", "next: mend that"} {
+		if code != 1 || !strings.Contains(out, want) {
+			t.Errorf("restart: exit %d, without %q:\n%s", code, want, out)
+		}
+	}
+	s.write(".mypr/config.toml", "[python]\nplain = true\n")
+	s.ok("reset")
+	s.ok("exec", "1")
+}
+
 func TestBrokenUnitFileIsNamed(t *testing.T) {
 	s := newSession(t)
 	if err := os.MkdirAll(filepath.Join(s.dir, ".mypr", "units"), 0o755); err != nil {

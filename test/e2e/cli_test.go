@@ -359,7 +359,7 @@ func TestStartAndRestartSayWhatIsTrue(t *testing.T) {
 	if out := s.ok("restart", "--keep-kernel", "--json=false"); !strings.Contains(out, "memory is kept") {
 		t.Errorf("with a kernel: %s", out)
 	}
-	if out := s.ok("restart", "--json=false"); !strings.Contains(out, "memory of before is gone") {
+	if out := s.ok("restart", "--json=false"); !strings.Contains(out, "memory is new") {
 		t.Errorf("with a kernel: %s", out)
 	}
 	for _, c := range [][]string{{"restart", "--keep-kernel"}, {"restart"}} {

@@ -1012,6 +1012,16 @@ func TestResetWithoutANewKernel(t *testing.T) {
 	})
 	p := w.client()
 	p.run("set:a=1")
+	await := func(state string) {
+		t.Helper()
+		if s, err := call[api.Status](p, api.MethodStatus, api.StatusParams{AwaitKernel: true}); err != nil || s.Kernel.State != state {
+			t.Errorf("the kernel is %s, not %s: %v", s.Kernel.State, state, err)
+		}
+	}
+	await("ready")
+	w.sup.die(control.UnitStatus{ActiveState: control.Failed, SubState: "failed", Result: "signal", ExitKnown: true, ExitSignal: 11})
+	w.until("its end is known", func(s *api.Status) bool { return s.Generation == "" })
+	await("ready")
 	none.Store(true)
 	_, err := call[api.ResetResult](p, api.MethodReset, api.LifecycleParams{})
 	wantCode(t, err, api.CodeKernel, "memory is gone", "the download failed")
@@ -1020,6 +1030,7 @@ func TestResetWithoutANewKernel(t *testing.T) {
 	if strings.Contains(err.Error(), "gone") {
 		t.Errorf("there was no memory that time: %v", err)
 	}
+	await("down")
 	none.Store(false)
 	if x, err := call[api.ResetResult](p, api.MethodReset, api.LifecycleParams{}); err != nil || x.Generation == "" {
 		t.Errorf("%+v %v", x, err)

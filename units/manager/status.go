@@ -66,6 +66,14 @@ func processState(pid int) byte {
 }
 
 func (m *Manager) status(ctx context.Context, p api.StatusParams) *api.Status {
+	if p.AwaitKernel {
+		select {
+		case <-m.opened:
+			m.wantKernel()
+			_, _ = m.awaitKernel(ctx) // what came of it is in the status
+		case <-ctx.Done():
+		}
+	}
 	w := m.opts.Workspace
 	silent, stopped := "", false
 	if p.Detail {
