@@ -25,7 +25,7 @@ from . import interrupts
 from .cells import Cell, current
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
     from .display import Displays
@@ -162,8 +162,12 @@ class Shell(InteractiveShell):
         import signal
         import subprocess
 
+        command = self.var_expand(command, depth=1)
+        program = command.split(maxsplit=1)[:1]
+        if program in (["pip"], ["pip3"]) and not os.path.exists(os.path.join(sys.prefix, "bin", program[0])):
+            sys.stderr.write(f"warning: this {program[0]} is of another Python; for this one: {INSTALL}\n")
         process = subprocess.Popen(
-            self.var_expand(command, depth=1),
+            command,
             shell=True,
             executable=os.environ.get("SHELL") or None,
             stdin=subprocess.DEVNULL,
@@ -189,6 +193,22 @@ class Shell(InteractiveShell):
     system_raw = system
 
 
+INSTALL = 'job = await ws.packages.add("NAME"); await job'
+
+
+def _pip(pip: Callable[[str], None]) -> Callable[[str], None]:
+    """``%pip`` where there is no pip: uv makes environments without."""
+
+    def magic(line: str) -> None:
+        from importlib.util import find_spec
+
+        if find_spec("pip") is None:
+            raise ModuleNotFoundError(f"this environment has no pip; packages come by: {INSTALL}", name="pip")
+        pip(line)
+
+    return magic
+
+
 def make(module: ModuleType, displays: Displays, root: str) -> Shell:
     """The shell over the kernel's ``__main__``. Slow; called on the loading thread."""
     namespace = module.__dict__
@@ -211,6 +231,7 @@ def make(module: ModuleType, displays: Displays, root: str) -> Shell:
             break
         except Exception:
             continue
+    shell.register_magic_function(_pip(shell.find_line_magic("pip")), "line", "pip")
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     for name in ("In", "Out", "exit", "quit", "open"):
         if name not in before:

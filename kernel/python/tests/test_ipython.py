@@ -72,6 +72,21 @@ def test_ipython_cells(
         assert cell.result == result
 
 
+def test_pip_says_how_packages_come(ipython: Kernel, has_ipython: bool) -> None:
+    if not has_ipython:
+        return
+    ipython.run("import importlib.util, sys; real, prefix = importlib.util.find_spec, sys.prefix")
+    ipython.run("importlib.util.find_spec = lambda name: None; sys.prefix = '/nowhere'")
+    try:
+        cell = ipython.run("%pip install six")
+        assert cell.error.startswith("ModuleNotFoundError: this environment has no pip")
+        assert "await ws.packages.add(" in cell.error
+        shown = "".join(e["text"] for e in ipython.run("!pip --no-such-option").of("stream"))
+        assert shown.startswith("warning: this pip is of another Python") and "ws.packages.add(" in shown
+    finally:
+        ipython.run("importlib.util.find_spec, sys.prefix = real, prefix")
+
+
 def test_help_is_shown(ipython: Kernel, has_ipython: bool) -> None:
     cell = ipython.run("len?")
     if has_ipython:
