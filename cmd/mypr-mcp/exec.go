@@ -40,7 +40,8 @@ raised, 3 when it was lost with its session, 4 when somebody cancelled it.
 Ctrl-C interrupts the cell; a second Ctrl-C leaves it running.`,
 		Example: `  mypr-mcp exec 'x = 6 * 7; x'
   mypr-mcp exec -f script.py
-  echo 'print(x)' | mypr-mcp exec`,
+  echo 'print(x)' | mypr-mcp exec
+  mypr-mcp exec -- '-x'`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if a.timeout < 0 {
