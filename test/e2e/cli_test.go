@@ -194,7 +194,7 @@ func TestStatusAndUnits(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.write(".mypr/units/kernel.service.d/wrong.conf", "[Service]\nMemoryMax=4GX\n")
-	for _, c := range []struct{ args, next string }{{"units reload", "next: correct them, then mypr-mcp units reload"}, {"reset", "next: mend that, then reset again"}} {
+	for _, c := range []struct{ args, next string }{{"units reload", "next: correct them, then mypr-mcp units reload"}, {"reset", "next: mend that, then mypr-mcp reset"}} {
 		if out, code := s.cli(strings.Fields(c.args)...); code != 1 || !strings.Contains(out, "wrong.conf:2") || !strings.Contains(out, c.next) {
 			t.Errorf("%s with a wrong unit file: exit %d\n%s", c.args, code, out)
 		}

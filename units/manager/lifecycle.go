@@ -110,7 +110,7 @@ func (m *Manager) replaceable(op string) error {
 		e.Code = rpc.CodeUnavailable
 	}
 	e.Message = op + ": refused, for no other Python kernel could be started: " + e.Message
-	e.Hint = cmp.Or(e.Hint, "mend that, then "+op+" again")
+	e.Hint = cmp.Or(e.Hint, "mend that, then mypr-mcp "+op)
 	return &e
 }
 
