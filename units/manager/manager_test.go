@@ -125,7 +125,7 @@ func TestExecuteRefusals(t *testing.T) {
 	_, err = call[api.ExecResult](p, api.MethodPoll, api.PollParams{ExecID: r.ExecID, Cursor: ptr(int64(-1))})
 	wantCode(t, err, api.CodeInvalidCursor)
 	_, err = call[api.ExecResult](p, api.MethodPoll, api.PollParams{ExecID: r.ExecID, Cursor: ptr(int64(2))})
-	wantCode(t, err, api.CodeInvalidCursor, "1 events")
+	wantCode(t, err, api.CodeInvalidCursor, "which is 1")
 	if h, err := call[api.HistoryPage](p, api.MethodHistory, api.HistoryParams{}); err != nil || len(h.Items) != 1 {
 		t.Errorf("refused calls left records: %+v %v", h, err)
 	}
