@@ -68,8 +68,7 @@ func (c *cli) logLine(e api.LogEvent) error {
 		_, err = fmt.Fprintf(c.stdout, "%s\n", line)
 		return err
 	}
-	at := time.UnixMicro(int64(e.Time * 1e6)).Format("15:04:05.000")
-	line := fmt.Sprintf("%s %-12s %-10s %s %s", at, e.Event, e.Kind, e.ID, e.ClientID)
+	line := fmt.Sprintf("%s %-12s %-10s %s %s", clock(time.UnixMicro(int64(e.Time*1e6)), time.Now()), e.Event, e.Kind, e.ID, e.ClientID)
 	if e.Error != "" {
 		line += " " + strings.Join(strings.Fields(e.Error), " ")
 	} else if text, ok := e.Data["text"].(string); ok {
@@ -77,4 +76,13 @@ func (c *cli) logLine(e api.LogEvent) error {
 	}
 	_, err := fmt.Fprintln(c.stdout, strings.TrimRight(line, " "))
 	return err
+}
+
+// clock is when something happened, with the day if that is not today: a session lives for weeks.
+func clock(at, now time.Time) string {
+	layout := "15:04:05.000"
+	if at.Format(time.DateOnly) != now.Format(time.DateOnly) {
+		layout = time.DateOnly + " " + layout
+	}
+	return at.Format(layout)
 }
