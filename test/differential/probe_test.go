@@ -56,6 +56,7 @@ type record struct {
 	Leader    bool // of a session
 	Nice      int
 	OOMScore  string
+	Slack     int // ns, of timers
 	Limits    map[string]string
 	Ignored   string   // signals
 	FDs       []string // kinds of what is open
@@ -87,6 +88,7 @@ func takeRecord() *record {
 	r.Nice = 20 - prio
 	b, _ := os.ReadFile("/proc/self/oom_score_adj")
 	r.OOMScore = strings.TrimSpace(string(b))
+	r.Slack, _ = unix.PrctlRetInt(unix.PR_GET_TIMERSLACK, 0, 0, 0, 0)
 	for name, what := range map[string]int{"NOFILE": unix.RLIMIT_NOFILE, "CORE": unix.RLIMIT_CORE, "NPROC": unix.RLIMIT_NPROC, "FSIZE": unix.RLIMIT_FSIZE, "AS": unix.RLIMIT_AS, "CPU": unix.RLIMIT_CPU} {
 		var l unix.Rlimit
 		// The Go runtime raises the soft limit of NOFILE for itself.

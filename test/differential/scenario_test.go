@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -474,6 +475,7 @@ func (r *run) record(ctx context.Context, name string, want []string) error {
 	r.see(name+" umask", rec.UMask)
 	r.see(name+" session leader", yes(rec.Leader))
 	r.see(name+" nice", strconv.Itoa(rec.Nice))
+	r.see(name+" timer slack", strconv.Itoa(rec.Slack))
 	for _, k := range sorted(rec.Limits) {
 		r.see(name+" limit "+k, rec.Limits[k])
 	}
@@ -619,7 +621,7 @@ func TestDifferential(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { ours.c.Close() })
-	used := make(chan int, len(everywhere)*len(scenarios))
+	used := make([]atomic.Bool, len(everywhere))
 	// A daemon-reload is about all units, and systemd may lose track of a start meanwhile.
 	for _, reloads := range []bool{false, true} {
 		t.Run("scenario", func(t *testing.T) {
@@ -636,17 +638,12 @@ func TestDifferential(t *testing.T) {
 			}
 		})
 	}
-	close(used)
 	if *unitsDir != "testdata" || t.Failed() || flag.Lookup("test.run").Value.String() != "" {
 		return
 	}
-	met := map[int]bool{}
-	for i := range used {
-		met[i] = true
-	}
 	for i, d := range everywhere {
 		switch {
-		case !met[i]:
+		case !used[i].Load():
 			t.Errorf("testdata/everywhere: the difference was not met: %v", d)
 		case !documented(d.row):
 			t.Errorf("testdata/everywhere: docs/units.md has no row %q", d.row)
@@ -654,7 +651,7 @@ func TestDifferential(t *testing.T) {
 	}
 }
 
-func (sc *scenario) test(t *testing.T, theirs, ours manager, everywhere []difference, used chan<- int, documented func(string) bool) {
+func (sc *scenario) test(t *testing.T, theirs, ours manager, everywhere []difference, used []atomic.Bool, documented func(string) bool) {
 	ctx := context.WithoutCancel(t.Context())
 	type outcome struct {
 		facts []fact
@@ -688,7 +685,7 @@ func (sc *scenario) test(t *testing.T, theirs, ours manager, everywhere []differ
 			continue
 		}
 		if i := slices.IndexFunc(everywhere, same); i >= 0 {
-			used <- i
+			used[i].Store(true)
 			continue
 		}
 		t.Errorf("DIFFERENT%v", d)
