@@ -255,7 +255,11 @@ func statusText(out io.Writer, r *api.StatusReport, colour bool, now time.Time) 
 		}
 		line("cells", "%d running, %d queued", len(s.Active), len(s.Queued))
 		line("clients", "%d bound, %d connected", s.ClientCount, s.ConnectionCount)
-		line("environment", "from %s %s", s.Environment.Source, s.Environment.Program)
+		from := "from " + s.Environment.Source
+		if s.Environment.Program != "" {
+			from += ", started by " + s.Environment.Program
+		}
+		line("environment", "%s", from)
 		for _, text := range s.Warnings {
 			line("warning", "%s", p.bad(text))
 		}

@@ -42,7 +42,7 @@ kernel      blocked, Python 3.13.0, plain
 generation  abcd
 cells       1 running, 0 queued
 clients     1 bound, 2 connected
-environment from frontend /usr/bin/client
+environment from frontend, started by /usr/bin/client
 warning     f:2:1: unknown key limit, ignored
 version     v1 (this program is v2; mypr-mcp restart replaces the running one)
 supervisor  pid 7, standalone, up 1m30s, tier 2: no controllers
