@@ -327,8 +327,13 @@ func TestRestartReloadAndCrashes(t *testing.T) {
 		if got := s.status().Status.Generation; got != generation {
 			t.Errorf("%s: generation %s became %s", what, generation, got)
 		}
-		if pid := s.mainPID(); newPID == (pid == before) {
+		pid := s.mainPID()
+		if newPID == (pid == before) {
 			t.Errorf("%s: pid %d became %d", what, before, pid)
+		}
+		f.runs("int(open('/proc/self/timerslack_ns').read())", "50000")
+		if b, err := os.ReadFile(fmt.Sprintf("/proc/%d/timerslack_ns", pid)); os.Getuid() == 0 && string(b) != "1000000\n" {
+			t.Errorf("%s: timer slack %q, %v", what, b, err)
 		}
 	}
 	pid := s.mainPID()
