@@ -284,41 +284,55 @@ func TestStateFileOnAFullDisk(t *testing.T) {
 
 // What ended while no supervisor was there is noticed; how, is told only if it is known.
 func TestEndedWhileAway(t *testing.T) {
-	tiers(t, func(t *testing.T, tier int) {
-		o := startOuter(t, tier, true)
-		fifo := o.dir + "/fifo"
-		o.must(syscall.Mkfifo(fifo, 0o600))
-		u := shell("e.service", "echo $$; read x <"+fifo+"; exit 5")
-		out, r := o.startLines(u)
-		pid, _ := strconv.Atoi(out.next())
-		p, err := process.Adopt(pid, 0)
+	tiers(t, func(t *testing.T, tier int) { endedWhileAway(t, tier, true) })
+	t.Run("before its pid was written down", func(t *testing.T) { endedWhileAway(t, 3, false) })
+}
+
+func endedWhileAway(t *testing.T, tier int, written bool) {
+	o := startOuter(t, tier, true)
+	fifo := o.dir + "/fifo"
+	o.must(syscall.Mkfifo(fifo, 0o600))
+	u := shell("e.service", "echo $$; read x <"+fifo+"; exit 5")
+	out, r := o.startLines(u)
+	pid, _ := strconv.Atoi(out.next())
+	p, err := process.Adopt(pid, 0)
+	o.must(err)
+	defer p.Close()
+	start, err := process.StartTime(pid)
+	o.must(err)
+	o.kill()
+	if !written {
+		b, err := os.ReadFile(o.dir + "/state")
 		o.must(err)
-		defer p.Close()
-		o.kill()
-		f, err := os.OpenFile(fifo, os.O_WRONLY, 0)
-		o.must(err)
-		_, _ = f.WriteString("go\n")
-		f.Close()
-		for !gone(pid) && o.ctx.Err() == nil {
-			waitReadable(t, p.PIDFD())
+		changed := strings.ReplaceAll(string(b), fmt.Sprintf(`"main":{"pid":%d,"start":%d}`, pid, start), `"main":{"pid":0,"start":0}`)
+		if changed == string(b) {
+			t.Fatal("the state file does not hold what the test changes")
 		}
-		if tier == 3 { // the shim ends too, when it has written down what it knows
-			for o.ctx.Err() == nil {
-				if left, _ := filepath.Glob(o.dir + "/state-*.exit"); len(left) > 0 {
-					break
-				}
+		o.must(os.WriteFile(o.dir+"/state", []byte(changed), 0o600))
+	}
+	f, err := os.OpenFile(fifo, os.O_WRONLY, 0)
+	o.must(err)
+	_, _ = f.WriteString("go\n")
+	f.Close()
+	for !gone(pid) && o.ctx.Err() == nil {
+		waitReadable(t, p.PIDFD())
+	}
+	if tier == 3 { // the shim ends too, when it has written down what it knows
+		for o.ctx.Err() == nil {
+			if left, _ := filepath.Glob(o.dir + "/state-*.exit"); len(left) > 0 {
+				break
 			}
 		}
-		o.launch()
-		st := o.wait("e.service", r.Unit.InvocationID)
-		if tier == 3 && (!st.ExitKnown || st.ExitCode != 5) {
-			t.Errorf("the shim knew: %+v", st)
-		}
-		if tier == 2 && (st.ExitKnown || st.Result != "unknown" || st.ActiveState != "failed") {
-			t.Errorf("nobody knew: %+v", st)
-		}
-		o.must(o.c.Release(o.ctx, "e.service"))
-	})
+	}
+	o.launch()
+	st := o.wait("e.service", r.Unit.InvocationID)
+	if tier == 3 && (!st.ExitKnown || st.ExitCode != 5) {
+		t.Errorf("the shim knew: %+v", st)
+	}
+	if tier == 2 && (st.ExitKnown || st.Result != "unknown" || st.ActiveState != "failed") {
+		t.Errorf("nobody knew: %+v", st)
+	}
+	o.must(o.c.Release(o.ctx, "e.service"))
 }
 
 func waitReadable(t *testing.T, fd int) {

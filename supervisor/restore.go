@@ -221,20 +221,30 @@ func (u *unit) resumeProc(rec *procRecord, main bool) *proc {
 }
 
 // findStarted looks for a process that the supervisor before had started without living
-// to write down its pid: a shim knows it by its tag; in a cgroup it must be the only
+// to write down its pid: a shim knows it, or has known it, by its tag; in a cgroup it must be the only
 // process that no other one there started.
 func (u *unit) findStarted(main bool) *procRecord {
 	role := "control"
 	if main {
 		role = "main"
 	}
-	switch b := u.box.(type) {
-	case *shimBox:
-		for _, p := range b.before {
+	byTag := func(list []process.ShimProcess) *procRecord {
+		for _, p := range list {
 			if p.Tag == u.Invocation+"/"+role && p.PID > 0 {
 				return &procRecord{p.PID, p.StartTime}
 			}
 		}
+		return nil
+	}
+	switch b := u.box.(type) {
+	case nil: // a shim may have ended with it
+		if u.Box != nil && u.Box.Socket != "" {
+			if st, err := process.ReadShimExit(exitFile(u.Box.Socket)); err == nil {
+				return byTag(st.Processes)
+			}
+		}
+	case *shimBox:
+		return byTag(b.before)
 	case *cgroupBox:
 		pids := b.pids()
 		var found *procRecord
