@@ -335,6 +335,49 @@ func endedWhileAway(t *testing.T, tier int, written bool) {
 	o.must(o.c.Release(o.ctx, "e.service"))
 }
 
+// A unit that is up without a process still has its commands to come when the supervisor
+// was away meanwhile.
+func TestExitedWhileAway(t *testing.T) {
+	tiers(t, func(t *testing.T, tier int) {
+		o := startOuter(t, tier, true)
+		trace := o.dir + "/trace"
+		writes := func(word string) []spec.Command {
+			c := cmd("/bin/sh", "-c", "echo "+word+" >>"+trace)
+			c.NoExpand = true
+			return []spec.Command{c}
+		}
+		for _, name := range []string{"x.service", "y.service", "z.service"} {
+			u := &spec.Unit{Name: name, Service: &spec.Service{Type: spec.TypeOneshot, RemainAfterExit: true, ExecStart: writes("start")}}
+			switch name {
+			case "x.service":
+				u.Service.ExecStop, u.Service.ExecStopPost = writes("stop"), writes("post")
+			case "y.service":
+				u.Service.ExecStopPost = writes("post")
+			}
+			if r := o.transient(u); r.Result != "done" {
+				t.Fatalf("%+v", r)
+			}
+		}
+		o.kill()
+		if tier == 3 { // the shims end too
+			for o.ctx.Err() == nil {
+				if left, _ := filepath.Glob(o.dir + "/state-*.exit"); len(left) == 3 {
+					break
+				}
+			}
+		}
+		o.launch()
+		for _, name := range []string{"x.service", "y.service", "z.service"} {
+			if r, err := o.c.Stop(o.ctx, control.JobParams{Name: name}); err != nil || r.Result != "done" {
+				t.Errorf("stop %s: %+v %v", name, r, err)
+			}
+		}
+		if b, err := os.ReadFile(trace); string(b) != "start\nstart\nstart\nstop\npost\npost\n" {
+			t.Errorf("%q, %v", b, err)
+		}
+	})
+}
+
 func waitReadable(t *testing.T, fd int) {
 	t.Helper()
 	dup, err := syscall.Dup(fd)

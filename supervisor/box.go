@@ -277,6 +277,7 @@ type shimBox struct {
 	full   bool // something was started and the shim did not say that it is empty
 	empty  func()
 	closed bool
+	lost   bool                  // the shim died; nothing can be started in it
 	before []process.ShimProcess // as found when a running shim was attached to
 	early  []process.ShimProcess // ends that came before the answer to their start
 }
@@ -292,6 +293,9 @@ func (s *Supervisor) newShimBox(u *unit) (box, error) {
 		return nil, errors.New("containment by a shim needs a state path")
 	}
 	b := &shimBox{s: s, u: u, sock: s.opt.StatePath + "-" + u.Invocation[:16] + shimSuffix}
+	// Of the shim before, if that of a unit that goes on has ended.
+	_ = os.Remove(b.sock)
+	_ = os.Remove(exitFile(b.sock))
 	l, err := sockets.Listen(b.sock, sockets.Config{})
 	if err != nil {
 		return nil, err
@@ -335,7 +339,7 @@ func (b *shimBox) gone() {
 		return
 	}
 	b.s.log.Error("the shim of a unit died; killing what it held", "unit", b.u.name, "invocation", b.u.Invocation)
-	b.full = false
+	b.full, b.lost = false, true
 	process.KillInvocation(b.u.Invocation)
 	b.s.shimDied(b)
 	b.emptied()

@@ -294,6 +294,7 @@ func (s *Supervisor) openBox(u *unit, r *boxRecord) box {
 	shim, st, err := process.AttachShim(ctx, p, r.Socket, b.hooks())
 	if err != nil {
 		s.log.Warn("cannot reach a shim", "unit", u.name, "pid", p.PID, "err", err)
+		b.closed = true // that it goes, if it goes, concerns nobody
 		p.Close()
 		return nil
 	}

@@ -40,7 +40,7 @@ func (u *unit) startService(reason string) {
 	u.s.changed(u)
 	err := u.openStdio()
 	if err == nil {
-		u.box, err = u.s.newBox(u)
+		err = u.needBox()
 	}
 	if err != nil {
 		u.fail(resultResources, "cannot start: "+err.Error())
@@ -48,8 +48,6 @@ func (u *unit) startService(reason string) {
 		u.finish()
 		return
 	}
-	u.Box = u.box.record()
-	u.box.onOOM(u.oomChanged)
 	if len(u.def.Service.ExecStartPre) > 0 {
 		u.enter(StartPre, reason)
 		u.arm(u.timeoutStart())
@@ -57,6 +55,24 @@ func (u *unit) startService(reason string) {
 		return
 	}
 	u.enterStart(reason)
+}
+
+// needBox makes the box of a run, and another when that is gone: the shim of a unit that
+// has no process ends when the supervisor does.
+func (u *unit) needBox() error {
+	if b, ok := u.box.(*shimBox); ok && b.lost {
+		u.discard(b)
+	} else if u.box != nil {
+		return nil
+	}
+	u.box, u.Box = nil, nil
+	b, err := u.s.newBox(u)
+	if err != nil {
+		return err
+	}
+	u.box, u.Box = b, b.record()
+	b.onOOM(u.oomChanged)
+	return nil
 }
 
 // commands are those of the present state.
@@ -103,6 +119,7 @@ func (u *unit) runCommand() {
 
 func (u *unit) spawn(c spec.Command, main bool) {
 	pr := &proc{u: u, main: main}
+	noBox := u.needBox()
 	_, pr.shim = u.box.(*shimBox)
 	role := "control"
 	if main {
@@ -113,6 +130,10 @@ func (u *unit) spawn(c spec.Command, main bool) {
 	// On disk before the process exists: a next supervisor then knows whose the group is.
 	u.s.changed(u)
 	u.s.persist()
+	if noBox != nil {
+		u.s.later(func() { u.spawned(pr, nil, &setupError{noProcess, noBox}) })
+		return
+	}
 	cmd, opened, err := u.command(c, main)
 	if err != nil {
 		u.s.later(func() { u.spawned(pr, nil, err) })
@@ -619,13 +640,15 @@ func (u *unit) checkStopped() {
 }
 
 func (u *unit) enterStopPost(reason string) {
-	if len(u.def.Service.ExecStopPost) == 0 || u.box == nil {
+	if len(u.def.Service.ExecStopPost) == 0 {
 		u.enterFinal(reason)
 		return
 	}
 	u.enter(StopPost, reason)
 	u.arm(u.timeoutStop())
-	u.box.allowTasks()
+	if u.box != nil {
+		u.box.allowTasks()
+	}
 	u.runCommand()
 }
 

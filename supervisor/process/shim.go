@@ -174,7 +174,8 @@ func (s *shim) attach(sock *net.UnixConn) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	c := rpc.NewConn(sock, rpc.HandlerFunc(s.handle))
-	if uid := c.Peer().UID; uid != os.Getuid() && uid != 0 {
+	// Once it has written down what it knows it is about to go, and there is the file.
+	if uid := c.Peer().UID; uid != os.Getuid() && uid != 0 || s.ended {
 		c.CloseAsync()
 		return
 	}
