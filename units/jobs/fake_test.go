@@ -28,7 +28,8 @@ type fake struct {
 	units  map[string]*fakeUnit
 	lose   string // the method whose answer gets lost next
 	starts int
-	older  bool // it does not know what a newer manager asks for
+	recent *fakeUnit // unloaded
+	older  bool      // it does not know what a newer manager asks for
 }
 
 type fakeUnit struct {
@@ -139,6 +140,15 @@ func (f *fake) StartTransient(ctx context.Context, p control.TransientParams, fi
 		go f.wait(u)
 	}
 	if err := f.lost("start"); err != nil {
+		return control.TransientResult{}, nil, err
+	}
+	if err := f.lost("end"); err != nil {
+		<-u.over
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		delete(f.units, p.Unit.Name)
+		closeFiles(u.kept)
+		f.recent = u
 		return control.TransientResult{}, nil, err
 	}
 	if p.Wait {
@@ -279,6 +289,9 @@ func (f *fake) Wait(ctx context.Context, p control.WaitParams) (control.UnitStat
 		return control.UnitStatus{}, err
 	}
 	u, err := f.get(p.Name)
+	if r := f.recent; err != nil && r != nil && r.st.Name == p.Name && p.InvocationID == "" {
+		u, err = r, nil
+	}
 	if err != nil {
 		return control.UnitStatus{}, err
 	}

@@ -130,6 +130,9 @@ func (j *job) launch(u *spec.Unit, p *startParams, patience time.Duration) (end 
 			return err
 		})
 		if rpc.CodeOf(err) == rpc.CodeNotFound {
+			if st, known := j.unloaded(u.Name); known && !p.PTY { // without its terminal its output is lost
+				return st, j.connect(st, nil)
+			}
 			return nil, rpc.Errorf(CodeStart, "the supervisor ended while it was asked to start the command; it does not know it now, so the command did not begin or ended unseen")
 		}
 	}
@@ -154,6 +157,17 @@ func (j *job) launch(u *spec.Unit, p *startParams, patience time.Duration) (end 
 		return &r.Unit, nil
 	}
 	return nil, nil
+}
+
+// unloaded is how a unit ended that the supervisor has no more: it was over, and well, before
+// anybody could ask for it.
+func (j *job) unloaded(name string) (st *control.UnitStatus, known bool) {
+	err := j.s.supervisor(j.s.ctx, func(sup Supervisor) error {
+		end, err := sup.Wait(j.s.ctx, control.WaitParams{Name: name})
+		st = &end
+		return err
+	})
+	return st, err == nil
 }
 
 // streams makes the pipes of a command and starts their pumps. The files are what the

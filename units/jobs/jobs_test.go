@@ -393,7 +393,7 @@ func TestSameIDIsTheSameJob(t *testing.T) {
 }
 
 func TestLostAnswers(t *testing.T) {
-	for method, want := range map[string]string{"start": "succeeded", "wait": "succeeded", "refuse": ""} {
+	for method, want := range map[string]string{"start": "succeeded", "end": "succeeded", "wait": "succeeded", "refuse": ""} {
 		t.Run(method, func(t *testing.T) {
 			w := newWorld(t)
 			w.f.lose = method
