@@ -29,6 +29,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"mypr/internal/api"
 	"mypr/internal/job"
 	"mypr/internal/rpc"
@@ -486,16 +488,19 @@ func (m *Manager) watchdog() (stop func()) {
 	if usec <= 0 || m.opts.Notify == nil {
 		return func() {}
 	}
-	done, stopped := make(chan struct{}), make(chan struct{})
+	// A timer of Go's wakes the runtime's monitor thread as well, which then waits, wake-up
+	// after wake-up, until another thread has taken the timer: up to 10 ms.
+	t, err := timer(time.Duration(usec) * time.Microsecond / 2)
+	if err != nil {
+		m.log.Error("cannot answer the supervisor's watchdog, which will end this process", "error", err)
+		return func() {}
+	}
+	stopped := make(chan struct{})
 	go func() {
 		defer close(stopped)
-		t := time.NewTicker(time.Duration(usec) * time.Microsecond / 2)
-		defer t.Stop()
 		for {
-			select {
-			case <-done:
-				return
-			case <-t.C:
+			if _, err := t.Read(make([]byte, 8)); err != nil {
+				return // it was closed
 			}
 			m.mu.Lock()
 			opened := m.store != nil && m.openErr == nil
@@ -507,9 +512,23 @@ func (m *Manager) watchdog() (stop func()) {
 		}
 	}()
 	return func() {
-		close(done)
+		t.Close()
 		<-stopped
 	}
+}
+
+// timer is a file that can be read once in each interval (timerfd_create(2)).
+func timer(interval time.Duration) (*os.File, error) {
+	fd, err := unix.TimerfdCreate(unix.CLOCK_MONOTONIC, unix.TFD_CLOEXEC|unix.TFD_NONBLOCK)
+	if err != nil {
+		return nil, os.NewSyscallError("timerfd_create", err)
+	}
+	ts := unix.NsecToTimespec(int64(interval))
+	if err := unix.TimerfdSettime(fd, 0, &unix.ItimerSpec{Interval: ts, Value: ts}, nil); err != nil {
+		unix.Close(fd)
+		return nil, os.NewSyscallError("timerfd_settime", err)
+	}
+	return os.NewFile(uintptr(fd), "watchdog"), nil
 }
 
 // now is the time in Unix seconds.
