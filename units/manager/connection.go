@@ -181,7 +181,8 @@ func (c *connection) ended() {
 	c.attached, c.gone = false, true
 	delete(m.conns, c)
 	var clientID string
-	if c.client != nil && c.client.conn == c {
+	// It may have been told before: who was bound to the client since keeps it.
+	if c.client != nil && m.clients[c.client.id] == c.client {
 		clientID = c.client.id
 		delete(m.clients, clientID)
 	}

@@ -743,6 +743,32 @@ func TestMessageWakesOnce(t *testing.T) {
 	}
 }
 
+// The end of a connection is seen by its reader and by who takes its client: the second
+// time is of no account.
+func TestEndOfAConnectionSeenTwice(t *testing.T) {
+	w := newWorld(t)
+	p := w.client("calm-otter")
+	m := w.manager()
+	m.mu.Lock()
+	first := m.clients["calm-otter"].conn
+	m.mu.Unlock()
+	p.conn.Close()
+	q := w.dial()
+	if a := q.attach(api.AttachParams{ClientID: "calm-otter"}); a.ClientID != "calm-otter" {
+		t.Fatalf("%+v", a)
+	}
+	first.ended()
+	if _, err := m.sendMessage("calm-otter", sendParams{To: "calm-otter", Text: "x"}); err != nil {
+		t.Fatal(err)
+	}
+	r := q.execute("gate:g", api.MaxWaitMS) // which the message ends, or nothing
+	if r.State != api.Queued && r.State != api.Running || r.Inbox == nil || r.Inbox.Unacked != 1 {
+		t.Errorf("%+v %+v", r, r.Inbox)
+	}
+	w.sup.current().open("g")
+	q.finish(r.ExecID)
+}
+
 func TestBlocked(t *testing.T) {
 	w := newWorld(t)
 	p, q := w.client("calm-otter"), w.client("bold-fox")
