@@ -303,6 +303,10 @@ func shutdown(ctx context.Context, l *workspace.Location) (next *control.Info, e
 		return nil, err
 	}
 	defer sv.Close()
+	asked, err := sv.Info(ctx) // l may be of a moment when there was none
+	if err != nil {
+		return nil, err
+	}
 	gone, err := watchPeer(sv)
 	if err != nil {
 		return nil, err
@@ -316,14 +320,14 @@ func shutdown(ctx context.Context, l *workspace.Location) (next *control.Info, e
 		return nil, err
 	}
 	if _, err := os.Stat(l.Workspace.Root); err == nil { // else it was deleted, the lock with it
-		lock, next, err := released(ctx, l)
+		lock, next, err := released(ctx, l.Workspace, asked.Instance)
 		if err != nil || next != nil {
 			return next, err
 		}
 		defer lock.Close() // before that nobody makes new sockets
 	}
 	made := []string{l.Socket, l.Control}
-	if l.Supervisor != nil && (l.Supervisor.Mode == "systemd" || l.Supervisor.Mode == workspace.SourceContainer) {
+	if asked.Mode == "systemd" || asked.Mode == workspace.SourceContainer {
 		made = made[1:] // the other may be of a socket unit, and stay for the next session
 	}
 	for _, path := range made {
@@ -334,18 +338,18 @@ func shutdown(ctx context.Context, l *workspace.Location) (next *control.Info, e
 	return nil, nil
 }
 
-// released takes the lock of a supervisor that ends, which is free when nothing of it is
-// left. Whoever wants a session meanwhile waits for the same, and may be quicker: then
-// that supervisor is next. Those who only look let go at once.
-func released(ctx context.Context, l *workspace.Location) (lock *workspace.Lock, next *control.Info, err error) {
+// released takes the lock of the supervisor of that instance, which ends: it is free when
+// nothing of it is left. Whoever wants a session meanwhile waits for the same, and may be
+// quicker: then that supervisor is next. Those who only look let go at once.
+func released(ctx context.Context, w *workspace.Workspace, instance string) (lock *workspace.Lock, next *control.Info, err error) {
 	for {
 		patience, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
-		lock, err := l.Workspace.SupervisorLock(patience)
+		lock, err := w.SupervisorLock(patience)
 		cancel()
 		if err == nil || !errors.As(err, new(*workspace.Held)) || ctx.Err() != nil {
 			return lock, nil, err
 		}
-		if now, err := l.Workspace.Discover(ctx); err == nil && now.Supervisor != nil && now.Supervisor.Instance != l.Supervisor.Instance {
+		if now, err := w.Discover(ctx); err == nil && now.Supervisor != nil && now.Supervisor.Instance != instance {
 			return nil, now.Supervisor, nil
 		}
 	}
